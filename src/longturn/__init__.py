@@ -1,0 +1,1 @@
+"""Longturn: an engine that serves large language models to agents."""

@@ -1,0 +1,153 @@
+"""The one configuration: a tree of frozen dataclasses, read from CLI flags, Python or YAML.
+
+`config_from_dict` builds the tree from nested mappings; unknown keys and wrong types are `ConfigError`s that
+name the key. No setting is read from the environment. The docstring under a field is its `--help` text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from longturn.errors import ConfigError
+
+PAGE_TOKENS = 128
+"""Tokens in one page: the block of MiniMax Sparse Attention, and the unit of caching, eviction and transfer."""
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    path: str | None = None
+    """Local Hugging Face directory or GGUF file; None serves the embedded SmolLM2-135M-Instruct."""
+    served_name: str | None = None
+    """Name that the API shows; the model's own name if None."""
+    weights: Literal["auto", "fp32", "packed"] = "auto"
+    """fp32: dequantised, exact. packed: 4- and 8-bit blocks with int8 activations. auto: as the checkpoint has them."""
+    max_context_tokens: int | None = None
+    """Longest prompt plus output; the checkpoint's own limit if None."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    memory_bytes: int = 384 * MIB
+    """Bytes for the page pool (keys, values and every other lane of all pages)."""
+    dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    """Type of cached keys and values; auto: fp32 with fp32 weights, else fp16 on a CPU."""
+    prefix_caching: bool = True
+    """Keep whole pages of finished requests and reuse them for equal prefixes."""
+    retention_half_life_s: float = 30.0
+    """A waiting session's claim on its pages halves in this time; 0 is plain segmented LRU."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_running: int = 16
+    """Requests computed at once (rows of the executor)."""
+    step_tokens: int = 512
+    """Token budget of one step: decodes and prefill chunks together."""
+    decode_share: float = 0.25
+    """Share of the step budget that running decodes keep when prompts wait."""
+    target_itl_ms: float = 150.0
+    """Inter-token latency that a prefill chunk beside running decodes is sized for; 0 switches the sizing off."""
+    ageing_ms: float = 500.0
+    """A waiting prompt overtaken for this long counts as if it were half as long; this is what stops starvation."""
+    expected_output_tokens: int = 256
+    """Output that admission reserves for a request at first; learned from finished requests after that."""
+    max_waiting: int = 1024
+    """Requests that may wait; one more is refused with 429."""
+    run_ahead: bool = True
+    """Launch step N+1 before the result of step N is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where steps run."""
+    threads: int | None = None
+    """Compute threads of the CPU executor; one per physical core that this process may use if None."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0 picks a free one and prints it."""
+    api_keys: tuple[str, ...] = ()
+    """Accepted bearer keys; empty admits everyone. /health and /metrics stay open."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins that browsers may call from."""
+    request_timeout_s: float = 0.0
+    """Longest time one request may take; 0 is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything a running engine needs; the same tree for `longturn serve`, `longturn.LLM` and the benchmarks."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    cache_dir: str | None = None
+    """Directory for prepared files (packed weights, compiled kernels); the user's cache directory if None."""
+    seed: int = 0
+    """Seed of sampling for requests that bring none."""
+
+
+T = TypeVar("T")
+
+
+def config_from_dict(cls: type[T], data: Mapping[str, Any], *, where: str = "") -> T:
+    """Build dataclass `cls` from nested mappings.
+
+    Raises:
+        ConfigError: a key is unknown or a value has the wrong type; the message names the dotted key.
+    """
+    hints = get_type_hints(cls)
+    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        dotted = f"{where}{key}"
+        if key not in names:
+            raise ConfigError(f"unknown setting '{dotted}' (known: {', '.join(sorted(names))})")
+        values[key] = _convert(hints[key], value, dotted)
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, dotted: str) -> Any:
+    origin = get_origin(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"'{dotted}' must be a mapping, not {value!r}")
+        return config_from_dict(hint, value, where=f"{dotted}.")
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"'{dotted}' must be one of {', '.join(map(str, get_args(hint)))}, not {value!r}")
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in get_args(hint):
+            return None
+        inner = next(a for a in get_args(hint) if a is not type(None))
+        return _convert(inner, value, dotted)
+    if origin is tuple:
+        if isinstance(value, str) or not isinstance(value, typing.Sequence):
+            raise ConfigError(f"'{dotted}' must be a list, not {value!r}")
+        return tuple(_convert(get_args(hint)[0], item, f"{dotted}[{i}]") for i, item in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, bool):
+        raise ConfigError(f"'{dotted}' must be an int, not {value!r}")
+    if not isinstance(value, hint):
+        raise ConfigError(f"'{dotted}' must be {hint.__name__}, not {value!r}")
+    return value

@@ -1,0 +1,248 @@
+"""The records that cross the engine's borders: requests in, plans to the executor, results back, outputs out.
+
+All are frozen and hold plain Python values, so that they can be logged, compared and sent between processes.
+Token ids travel as little-endian int32 `bytes` where there may be many of them.
+Times are nanoseconds of the engine's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32 bytes."""
+    import array
+    import sys
+
+    packed = array.array("i", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """The inverse of `pack_tokens`."""
+    import array
+    import sys
+
+    packed = array.array("i")
+    packed.frombytes(data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Values are validated by the frontend, not here."""
+
+    max_tokens: int
+    """Most tokens to generate, at least 1."""
+    min_tokens: int = 0
+    """Stop tokens are not sampled before this many tokens."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens with at least this probability."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the most likely token's probability."""
+    seed: int = 0
+    """Seed of this request's random stream; the stream depends on it and the token's position alone."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    """OpenAI's penalties: over generated tokens only."""
+    repetition_penalty: float = 1.0
+    """Hugging Face's penalty: over prompt and generated tokens."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, value added to its logit)."""
+    logprobs: int | None = None
+    """Number of most likely tokens reported with each token (0: the sampled one alone); None: no logprobs."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output (the model's end tokens among them unless ignored)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One request as the engine sees it."""
+
+    request_id: str
+    prompt: bytes
+    """Prompt token ids, int32 little-endian, at least one token."""
+    page_hashes: tuple[bytes, ...]
+    """Chained hash of each whole page of the prompt, `len(prompt tokens) // PAGE_TOKENS` of them."""
+    sampling: SamplingParams
+    session_id: str | None = None
+    """Requests of one agent session; a session that just finished a turn keeps its pages a little longer."""
+    priority: int = 0
+    """Lower runs earlier among requests that wait equally long."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """A stop token was sampled, or the frontend found a stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the context's end was reached."""
+    ABORT = "abort"
+    """The client went away or asked for the end."""
+    ERROR = "error"
+    """The executor failed on this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, of the distribution before temperature and truncation."""
+
+    token: float
+    """Of the sampled token."""
+    top_ids: tuple[int, ...] = ()
+    top: tuple[float, ...] = ()
+    """Most likely tokens, descending, and their log-probabilities."""
+
+
+# --- scheduler -> executor -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A row of the executor is given to a request: everything the executor needs to know of it, once.
+
+    A request that resumes after preemption comes again with its prompt *and* the tokens generated so far.
+    """
+
+    row: int
+    request_id: str
+    tokens: bytes
+    """All token ids known so far (prompt, then generated)."""
+    prompt_tokens: int
+    """How many of them are the prompt."""
+    pages: tuple[int, ...]
+    """Page ids, in order, that hold positions 0.. of this request; those below the first computed position are filled."""
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowWork:
+    """Compute positions `start .. start+count-1` of a row and write their K/V (and other lanes) to its pages.
+
+    Token ids at positions the row does not know from `NewRow` are those sampled for it in earlier steps, which the
+    executor holds: the host may not have seen them yet.
+    """
+
+    row: int
+    start: int
+    count: int
+    samples: bool
+    """Sample the token that follows the last of these positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: differences to the executor's state, then the work. Decodes come first in `work`."""
+
+    step_id: int
+    work: tuple[RowWork, ...]
+    new_rows: tuple[NewRow, ...] = ()
+    new_pages: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(row, page ids appended to its page table)."""
+    freed_rows: tuple[int, ...] = ()
+    """Rows whose request is gone; applied before `new_rows`."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(w.count for w in self.work)
+
+
+# --- executor -> scheduler -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one row sampled in a step."""
+
+    row: int
+    token_ids: tuple[int, ...]
+    """One token without speculation; accepted drafts and one more with it."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token if the request asked for them."""
+    error: str | None = None
+    """This row failed (for example NaN logits); the others are unaffected."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step_id: int
+    rows: tuple[RowResult, ...]
+    """One for each work item with `samples`, in the plan's order."""
+    elapsed_ns: int = 0
+    """Time the device spent on the step."""
+
+
+# --- engine -> frontend ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When things happened to a request, in the engine's clock."""
+
+    arrived_ns: int
+    scheduled_ns: int
+    """First scheduled for computation."""
+    first_token_ns: int
+    finished_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """New tokens of one request after one step."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop token that ended the output; it is not in `token_ids`."""
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache when the request was first scheduled."""
+    times: RequestTimes | None = None
+    """Set when the request finishes."""
+    error: str | None = None
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for metrics: gauges, and counters since the start."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    """Referenced by requests."""
+    pages_cached: int = 0
+    """Free but holding a reusable prefix."""
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of requests admitted."""
+    cached_tokens: int = 0
+    """Of those, tokens served from the prefix cache."""
+    generated_tokens: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    aborts: int = 0
+    leak_faults: int = 0
+    """Failed idle invariant checks; anything but 0 is a bug."""
+    busy_ns: int = 0
+    """Time with a step in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Everything that leaves the engine after one step, in one message."""
+
+    outputs: tuple[RequestOutput, ...] = ()
+    stats: EngineStats = field(default_factory=EngineStats)
