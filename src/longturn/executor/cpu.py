@@ -1,0 +1,136 @@
+"""The CPU executor: steps run on a worker thread, in the order of their launch.
+
+The worker computes in native code or torch, both of which release the interpreter lock, so the engine's loop can
+receive requests and schedule the next step meanwhile. All row state belongs to the worker: plan N+1 may be launched
+before anyone has seen the tokens of step N.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from longturn.engine.protocols import ExecutorInfo
+from longturn.engine.records import RowResult, RowWork, StepPlan, StepResult, TokenLogprobs
+from longturn.executor.rows import Rows, StepInputs
+from longturn.executor.sampler import NonFiniteLogits, sample
+
+
+class CpuModel(Protocol):
+    """A model and its page pool on a CPU."""
+
+    vocab_size: int
+    max_context_tokens: int
+    pages: int
+    page_bytes: int
+    description: str
+
+    def logits(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
+        """Compute all tokens of the step; [n, vocab] float32 logits for `sample_index`, valid until the next call."""
+        ...
+
+    def greedy(self, inputs: StepInputs) -> npt.NDArray[np.int32]:
+        """The same step, but only the index of each largest logit: [n] int32. NaN logits give -1."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Handle:
+    """A step in flight on the worker."""
+
+    def __init__(self) -> None:
+        self._finished = threading.Event()
+        self._result: StepResult | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def result(self) -> StepResult:
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def finish(self, result: StepResult | None, error: BaseException | None) -> None:
+        self._result, self._error = result, error
+        self._finished.set()
+
+
+class CpuExecutor:
+    """Runs steps of one model on the CPU; implements `engine.protocols.Executor`."""
+
+    def __init__(self, model: CpuModel, rows: int) -> None:
+        self._model = model
+        self._rows = Rows(rows, model.max_context_tokens, model.vocab_size)
+        self._info = ExecutorInfo(
+            rows=rows,
+            pages=model.pages,
+            page_bytes=model.page_bytes,
+            max_context_tokens=model.max_context_tokens,
+            vocab_size=model.vocab_size,
+            device=model.description,
+        )
+        self._queue: queue.SimpleQueue[tuple[StepPlan, _Handle] | None] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._run, name="longturn-cpu-executor", daemon=True)
+        self._worker.start()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    def launch(self, plan: StepPlan) -> _Handle:
+        handle = _Handle()
+        self._queue.put((plan, handle))
+        return handle
+
+    def close(self) -> None:
+        if self._worker.is_alive():
+            self._queue.put(None)
+            self._worker.join()
+            self._model.close()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            plan, handle = item
+            try:
+                handle.finish(self._step(plan), None)
+            except Exception as error:
+                handle.finish(None, error)
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        begin_ns = time.perf_counter_ns()
+        self._rows.apply(plan)
+        if not plan.work:
+            return StepResult(plan.step_id, ())
+        inputs = self._rows.inputs(plan.work)
+        sampling = [w for w in plan.work if w.samples]
+        if all(self._rows.sampling(w.row).plain_greedy for w in sampling):
+            tokens = self._model.greedy(inputs)
+            results = [self._greedy_result(w, int(token)) for w, token in zip(sampling, tokens, strict=True)]
+        else:
+            logits = self._model.logits(inputs)
+            results = [self._sample(w, row_logits) for w, row_logits in zip(sampling, logits, strict=True)]
+        return StepResult(plan.step_id, tuple(results), time.perf_counter_ns() - begin_ns)
+
+    def _greedy_result(self, work: RowWork, token: int) -> RowResult:
+        if token < 0:
+            return RowResult(work.row, (), error="the model produced NaN logits")
+        self._rows.append(work.row, token)
+        return RowResult(work.row, (token,))
+
+    def _sample(self, work: RowWork, logits: npt.NDArray[np.float32]) -> RowResult:
+        try:
+            token, found = sample(logits, self._rows.sampling(work.row), work.start + work.count)
+        except NonFiniteLogits as error:
+            return RowResult(work.row, (), error=str(error))
+        self._rows.append(work.row, token)
+        logprobs: tuple[TokenLogprobs, ...] = () if found is None else (found,)
+        return RowResult(work.row, (token,), logprobs)

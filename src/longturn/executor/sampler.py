@@ -1,0 +1,218 @@
+"""Choosing the next token of one sequence from its logits (numpy, for the CPU executor).
+
+A draw depends on (seed, position, logits) alone, never on the batch: one uniform number is hashed from seed and
+position and looked up in the cumulative distribution. So a request samples the same tokens alone, in a batch, and
+resumed after preemption.
+
+Truncation follows Hugging Face's order: penalties, temperature, top-k, top-p (on what top-k left), min-p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from longturn.engine.records import SamplingParams, TokenLogprobs
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_MASK = (1 << 64) - 1
+
+
+class NonFiniteLogits(ValueError):
+    """The model produced NaN or no finite logit at all."""
+
+
+@dataclass(slots=True)
+class SamplingState:
+    """What sampling remembers of one sequence: its parameters and, where penalties need them, token counts."""
+
+    params: SamplingParams
+    generated: int = 0
+    """Tokens generated so far."""
+    output_counts: npt.NDArray[np.int32] | None = None
+    """[vocab] how often each token was generated; only with frequency or presence penalty."""
+    seen: npt.NDArray[np.bool_] | None = None
+    """[vocab] tokens of prompt and output; only with a repetition penalty."""
+    bias_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    bias_values: Floats = field(default_factory=lambda: np.empty(0, np.float32))
+
+    @classmethod
+    def create(
+        cls, params: SamplingParams, tokens: npt.NDArray[np.int32], prompt_tokens: int, vocab: int
+    ) -> SamplingState:
+        """State of a sequence whose `tokens` (prompt, then output) are known; a resumed sequence starts right."""
+        state = cls(params, generated=len(tokens) - prompt_tokens)
+        if params.frequency_penalty or params.presence_penalty:
+            state.output_counts = np.bincount(tokens[prompt_tokens:], minlength=vocab).astype(np.int32)
+        if params.repetition_penalty != 1.0:
+            state.seen = np.zeros(vocab, np.bool_)
+            state.seen[tokens] = True
+        if params.logit_bias:
+            state.bias_ids = np.array([i for i, _ in params.logit_bias], np.int64)
+            state.bias_values = np.array([v for _, v in params.logit_bias], np.float32)
+        return state
+
+    def append(self, token: int) -> None:
+        """Record a sampled token."""
+        self.generated += 1
+        if self.output_counts is not None:
+            self.output_counts[token] += 1
+        if self.seen is not None:
+            self.seen[token] = True
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Only the index of the largest raw logit is needed."""
+        p = self.params
+        return (
+            p.temperature == 0.0
+            and p.logprobs is None
+            and self.output_counts is None
+            and self.seen is None
+            and not p.logit_bias
+            and not self.must_not_stop
+        )
+
+    @property
+    def must_not_stop(self) -> bool:
+        return self.generated < self.params.min_tokens and bool(self.params.stop_token_ids)
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from (seed, position): splitmix64 finaliser (Steele, Lea, Flood 2014) over both."""
+    x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) & _MASK
+    for _ in range(2):
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        x ^= x >> 31
+        x = (x + 0x9E3779B97F4A7C15) & _MASK
+    return (x >> 11) / float(1 << 53)
+
+
+def sample(logits: Floats, state: SamplingState, position: int) -> tuple[int, TokenLogprobs | None]:
+    """Choose the token at `position` (its index in the sequence).
+
+    Args:
+        logits: [vocab] float32; not modified.
+        state: the sequence's sampling state; the caller records the token with `append`.
+
+    Returns:
+        The token id, and log-probabilities of the raw distribution if the request asked for them.
+
+    Raises:
+        NonFiniteLogits: NaN among the logits, or nothing left to choose from.
+    """
+    params = state.params
+    top = float(logits.max())
+    if not math.isfinite(top):
+        raise NonFiniteLogits(f"the model produced a largest logit of {top}")
+    adjusted = _adjust(logits, state)
+    if params.temperature == 0.0:
+        token = int(adjusted.argmax())
+    else:
+        token = _draw(adjusted, params, uniform(params.seed, position))
+    if params.logprobs is None:
+        return token, None
+    return token, logprobs_of(logits, token, params.logprobs)
+
+
+def _adjust(logits: Floats, state: SamplingState) -> Floats:
+    """Penalties, bias and the ban on stop tokens, on a copy where anything changes."""
+    params = state.params
+    touched = state.output_counts is not None or state.seen is not None or len(state.bias_ids) > 0
+    if not touched and not state.must_not_stop:
+        return logits
+    out = logits.copy()
+    if state.seen is not None:
+        penalised = out[state.seen]
+        factor = np.float32(params.repetition_penalty)
+        out[state.seen] = np.where(penalised > 0, penalised / factor, penalised * factor)
+    if state.output_counts is not None:
+        counts = state.output_counts
+        out -= np.float32(params.frequency_penalty) * counts
+        out -= np.float32(params.presence_penalty) * (counts > 0)
+    if len(state.bias_ids):
+        np.add.at(out, state.bias_ids, state.bias_values)
+    if state.must_not_stop:
+        out[list(params.stop_token_ids)] = -np.inf
+    return out
+
+
+def _draw(logits: Floats, params: SamplingParams, u: float) -> int:
+    top = float(logits.max())
+    if not math.isfinite(top):
+        raise NonFiniteLogits("every token is ruled out")
+    # Tiny temperatures are argmax; dividing by them would overflow.
+    weights = np.exp((logits.astype(np.float64) - top) / max(params.temperature, 1e-6))
+    if not (params.top_k or params.top_p < 1.0 or params.min_p > 0.0):
+        return _pick(weights, None, u)
+    ids = _truncate(weights, params)
+    return _pick(weights[ids], ids, u)
+
+
+def _pick(weights: Doubles, ids: Ints | None, u: float) -> int:
+    cumulative = np.cumsum(weights)
+    index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+    index = min(index, len(weights) - 1)
+    if ids is None:
+        # Rounding at the very end must not choose a token of weight zero.
+        while weights[index] == 0.0:
+            index -= 1
+        return index
+    return int(ids[index])
+
+
+def _truncate(weights: Doubles, params: SamplingParams) -> Ints:
+    """Ids that survive top-k, top-p and min-p, most likely first (equal weights: lower id first).
+
+    Sorting a whole vocabulary would cost more than the rest of sampling. All tokens above a threshold are more likely
+    than all below it, so sorting those alone is exact as soon as they hold enough tokens (top-k) and mass (top-p).
+    """
+    vocab = len(weights)
+    k = min(params.top_k, vocab) if params.top_k else vocab
+    total = float(weights.sum())
+    # Nothing below min_p survives; only the mass that top-p renormalises after top-k may lie lower.
+    floor = params.min_p if params.top_p >= 1.0 or not params.top_k else 0.0
+    threshold = max(params.min_p, 1e-4)
+    while True:
+        candidates = np.flatnonzero(weights >= threshold)
+        if params.top_k:
+            enough = len(candidates) >= k
+        else:
+            enough = float(weights[candidates].sum()) >= params.top_p * total
+        if enough or threshold <= floor:
+            break
+        threshold = max(threshold * 1e-4 if threshold > 1e-30 else 0.0, floor)
+    ids = candidates[np.argsort(-weights[candidates], kind="stable")][:k]
+    sorted_weights = weights[ids]
+    if params.top_p < 1.0:
+        mass = float(sorted_weights.sum()) if params.top_k else total
+        before = np.cumsum(sorted_weights) - sorted_weights
+        ids = ids[: max(1, int(np.count_nonzero(before < params.top_p * mass)))]
+    if params.min_p > 0.0:
+        keep = weights[ids] >= params.min_p
+        keep[0] = True
+        ids = ids[keep]
+    return ids
+
+
+def logprobs_of(logits: Floats, token: int, count: int) -> TokenLogprobs:
+    """Natural-log probabilities of the raw distribution: of `token` and of the `count` most likely tokens."""
+    top = float(logits.max())
+    log_total = top + math.log(float(np.exp(logits.astype(np.float64) - top).sum()))
+    ids: Sequence[int] = ()
+    if count:
+        part = np.argpartition(-logits, count - 1)[:count]
+        ids = part[np.lexsort((part, -logits[part]))].tolist()
+    return TokenLogprobs(
+        token=float(logits[token]) - log_total,
+        top_ids=tuple(ids),
+        top=tuple(float(logits[i]) - log_total for i in ids),
+    )

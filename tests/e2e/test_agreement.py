@@ -1,0 +1,110 @@
+"""However a request is computed, its tokens are the same: whole, chunked, batched, cached, preempted and resumed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from longturn.assemble import build_engine
+from longturn.config import PAGE_TOKENS, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from longturn.engine.hashing import page_hashes, salt_key
+from longturn.engine.loop import Engine
+from longturn.engine.records import EngineRequest, SamplingParams, pack_tokens
+
+KEY = salt_key("agreement")
+PAGE_BYTES = {"packed": 128 * 30 * 2 * 3 * 64 * 2, "fp32": 128 * 30 * 2 * 3 * 64 * 4}
+
+
+def engine(weights: str, *, pages: int = 64, **scheduler: object) -> Engine:
+    return build_engine(
+        EngineConfig(
+            model=ModelConfig(weights=weights, max_context_tokens=2048),  # type: ignore[arg-type]
+            cache=CacheConfig(memory_bytes=pages * PAGE_BYTES[weights]),
+            scheduler=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
+        )
+    )
+
+
+def request(name: str, prompt: list[int], tokens: int, **sampling: object) -> EngineRequest:
+    data = pack_tokens(prompt)
+    params = SamplingParams(**{"max_tokens": tokens, "temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    return EngineRequest(name, data, page_hashes(data, KEY), params, hash_key=KEY)
+
+
+def run(target: Engine, requests: list[EngineRequest]) -> tuple[dict[str, list[int]], dict[str, int], int]:
+    """Token ids and cached tokens of each request, and the number of preemptions."""
+    for item in requests:
+        target.add(item)
+    tokens: dict[str, list[int]] = {item.request_id: [] for item in requests}
+    cached: dict[str, int] = {}
+    before = target.stats().preemptions
+    while target.has_work():
+        step = target.step()
+        for output in step.outputs if step else ():
+            assert output.error is None, output.error
+            tokens[output.request_id] += output.token_ids
+            cached[output.request_id] = max(cached.get(output.request_id, 0), output.cached_tokens)
+    return tokens, cached, target.stats().preemptions - before
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    """Token soup of plausible ids; the same start for all, so that prefixes are shared."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(100, 40_000) for _ in range(length // 2)]
+    return [shared + [rng.randrange(100, 40_000) for _ in range(length - length // 2)] for _ in range(count)]
+
+
+@pytest.mark.parametrize("weights", ["packed", "fp32"])
+def test_every_way_gives_the_same_tokens(embedded_model: None, weights: str) -> None:
+    texts = prompts(4, 300, seed=1)
+    sampling: list[dict[str, object]] = [
+        {},
+        {"temperature": 0.9, "seed": 3},
+        {"repetition_penalty": 1.2},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 9},
+    ]
+    length = 48
+
+    def batch(tag: str) -> list[EngineRequest]:
+        return [request(f"{tag}{i}", t, length, **s) for i, (t, s) in enumerate(zip(texts, sampling, strict=True))]
+
+    roomy = engine(weights, step_tokens=1024, target_itl_ms=0.0)
+    cold = {}
+    for i, item in enumerate(batch("cold")):
+        # Alone and with nothing to reuse: a salt of its own.
+        alone = EngineRequest(item.request_id, item.prompt, (), item.sampling)
+        cold[i] = run(roomy, [alone])[0][item.request_id]
+        assert len(cold[i]) == length
+
+    def check(tag: str, found: dict[str, list[int]]) -> None:
+        for i in range(len(texts)):
+            assert found[f"{tag}{i}"] == cold[i], f"{tag}, request {i}"
+
+    first, _, _ = run(roomy, batch("batched"))
+    check("batched", first)
+    warm, cached, _ = run(roomy, batch("warm"))
+    check("warm", warm)
+    assert all(count == 256 for count in cached.values())
+    roomy.close()
+
+    chunked = engine(weights, step_tokens=37, target_itl_ms=0.0)
+    found, _, _ = run(chunked, batch("chunked"))
+    check("chunked", found)
+    chunked.close()
+
+    # 300 + 48 tokens are three pages each; five usable pages cannot hold four requests without sharing.
+    tight = engine(weights, pages=7, step_tokens=256, expected_output_tokens=1)
+    unshared = [EngineRequest(r.request_id, r.prompt, (), r.sampling) for r in batch("tight")]
+    found, _, preemptions = run(tight, unshared)
+    check("tight", found)
+    assert preemptions > 0, "the pool was meant to be too small"
+    tight.close()
+
+
+def test_page_bytes_are_what_this_test_assumes(embedded_model: None) -> None:
+    for weights, expected in PAGE_BYTES.items():
+        target = engine(weights, pages=8)
+        assert target.executor.info.page_bytes == expected
+        assert PAGE_TOKENS == 128
+        target.close()
