@@ -38,8 +38,8 @@ class ModelConfig:
 class CacheConfig:
     memory_bytes: int = 384 * MIB
     """Bytes for the page pool (keys, values and every other lane of all pages)."""
-    dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """Type of cached keys and values; auto: fp32 with fp32 weights, else fp16 on a CPU."""
+    dtype: Literal["auto", "fp32", "fp16", "bf16", "fp8", "nvfp4"] = "auto"
+    """Type of cached keys and values; auto: fp32 with fp32 weights, else fp16 on a CPU. fp8, nvfp4: MiniMax-M3 alone."""
     prefix_caching: bool = True
     """Keep whole pages of finished requests and reuse them for equal prefixes."""
     retention_half_life_s: float = 30.0

@@ -47,6 +47,12 @@ class NotFoundError(RequestError):
     http_status = 404
 
 
+class OverloadedError(RequestError):
+    """Too many requests wait already; the client may try again later."""
+
+    http_status = 429
+
+
 class EngineDeadError(LongturnError):
     """The engine process has died; the request could not be answered."""
 

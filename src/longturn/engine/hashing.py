@@ -27,6 +27,19 @@ def salt_key(*parts: str | None) -> bytes:
     return digest.digest()
 
 
+def next_page_hash(parent: bytes | None, page: bytes, key: bytes) -> bytes:
+    """Hash of one more page of a chain.
+
+    Args:
+        parent: hash of the page before; None for the first page.
+        page: its PAGE_TOKENS token ids, int32 little-endian.
+        key: from `salt_key`.
+    """
+    digest = hashlib.blake2b(_ROOT if parent is None else parent, digest_size=HASH_BYTES, key=key)
+    digest.update(page)
+    return digest.digest()
+
+
 def page_hashes(tokens: bytes, key: bytes, known: tuple[bytes, ...] = ()) -> tuple[bytes, ...]:
     """Hashes of the whole pages of `tokens` (int32 little-endian).
 

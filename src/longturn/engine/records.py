@@ -80,6 +80,9 @@ class EngineRequest:
     """Requests of one agent session; a session that just finished a turn keeps its pages a little longer."""
     priority: int = 0
     """Lower runs earlier among requests that wait equally long."""
+    hash_key: bytes = b""
+    """Key of `page_hashes` (`engine.hashing.salt_key`), with which pages completed by generated tokens are hashed too;
+    empty: only pages of the prompt are reused."""
 
 
 class FinishReason(StrEnum):
@@ -121,7 +124,7 @@ class NewRow:
     prompt_tokens: int
     """How many of them are the prompt."""
     pages: tuple[int, ...]
-    """Page ids, in order, that hold positions 0.. of this request; those below the first computed position are filled."""
+    """Page ids, in order, that hold positions 0.. of this request; those below the first computed one are filled."""
     sampling: SamplingParams
 
 
@@ -170,7 +173,8 @@ class RowResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token if the request asked for them."""
     error: str | None = None
-    """This row failed (for example NaN logits); the others are unaffected."""
+    """This row failed (for example NaN logits); the others are unaffected, also in steps launched before this result is
+    read: those may still have work on this row, and whatever they answer for it is dropped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,275 @@
+"""A request's life: waiting, running, perhaps preempted and waiting again, ended.
+
+All moves between these states are here, with the rows and pages that change hands at each. Whatever a launched step
+may still touch stays where it is: a request that ends or is preempted keeps its row and pages (it is *draining*) until
+the last launched step that refers to it has been read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
+from longturn.engine.admission import ComputingPages, ExpectedOutput, WaitingQueue, urgency
+from longturn.engine.limits import context_limit, validate_config, validate_request
+from longturn.engine.pool import PagePool
+from longturn.engine.protocols import ExecutorInfo
+from longturn.engine.records import EngineRequest, FinishReason, NewRow, RequestOutput, TokenLogprobs
+from longturn.engine.sequence import Sequence, State, pages_for
+from longturn.errors import OverloadedError, RequestError
+
+
+class Requests:
+    """Every request of one executor, the rows and the pages."""
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        events: Callable[[str], None] | None = None,
+    ) -> None:
+        """Raises ConfigError if a setting is out of range."""
+        validate_config(scheduler, cache, info)
+        self._info = info
+        self._max_waiting = scheduler.max_waiting
+        self._ageing_ns = int(scheduler.ageing_ms * 1e6)
+        self._events = events
+        self.caching = cache.prefix_caching
+        self.pool = PagePool(info.pages, int(cache.retention_half_life_s * 1e9))
+        self.expected = ExpectedOutput(scheduler.expected_output_tokens)
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
+        """In order of admission."""
+        self.draining: list[Sequence] = []
+        self.outputs: list[RequestOutput] = []
+        """Not taken yet."""
+        self.freed_rows: list[int] = []
+        """Rows that the executor has not been told about."""
+        self._rows = min(scheduler.max_running, info.rows)
+        self._free_rows = list(range(self._rows - 1, -1, -1))
+        self._by_id: dict[str, Sequence] = {}
+        self._computing = ComputingPages()
+        self._blocked: tuple[int, int] | None = None
+        self._arrivals = 0
+        self.never_admitted = 0
+        self.prompt_tokens = self.cached_tokens = self.preemptions = self.aborts = 0
+
+    @property
+    def live(self) -> bool:
+        """Whether any request has not ended, or has ended and still holds pages."""
+        return bool(self._by_id or self.draining)
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest, now_ns: int) -> None:
+        """Queue a request. Raises as `Scheduler.add`."""
+        prompt_tokens = validate_request(request, self._info)
+        if request.request_id in self._by_id:
+            raise RequestError(f"request id '{request.request_id}' is in use", param="request_id")
+        if self.never_admitted >= self._max_waiting:
+            raise OverloadedError(
+                f"{self.never_admitted} requests wait already, the most that may; try again later",
+                code="too_many_requests",
+            )
+        limit = min(prompt_tokens + request.sampling.max_tokens, context_limit(self._info))
+        sequence = Sequence(request, prompt_tokens, limit, self._arrivals, now_ns)
+        self._arrivals += 1
+        self._by_id[request.request_id] = sequence
+        self.never_admitted += 1
+        self._enqueue(sequence)
+        self.log(now_ns, "add", sequence)
+
+    def abort(self, request_id: str, now_ns: int) -> bool:
+        """End a request wherever it stands; False if there is none of that id."""
+        sequence = self._by_id.get(request_id)
+        if sequence is None:
+            return False
+        self.aborts += 1
+        self.end(sequence, FinishReason.ABORT, now_ns)
+        self.settle(sequence, now_ns)
+        return True
+
+    def urgency(self, sequence: Sequence, tokens: int) -> float:
+        """Place of `sequence` among prompts if it has `tokens` left to compute."""
+        return urgency(sequence.arrived_ns, tokens, sequence.request.priority, self._ageing_ns)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        if self.caching:
+            sequence.expected_hit = len(self.pool.cache.longest(sequence.hashes, sequence.hit_limit))
+        sequence.score = self.urgency(sequence, sequence.seen - sequence.expected_hit * PAGE_TOKENS)
+        self.waiting.push(sequence)
+
+    def must_wait_for_pages(self, sequence: Sequence) -> bool:
+        """Whether the next page that a waiting `sequence` needs is being computed by a running request.
+
+        The running request inherits the urgency, so that waiting for it is never worse than going first.
+        """
+        if not self.caching or len(self._computing) == 0:
+            return False
+        hashes = sequence.hashes
+        most = min(sequence.hit_limit, len(hashes))
+        if sequence.expected_hit >= most or self._computing.owner(hashes[sequence.expected_hit]) is None:
+            sequence.expected_hit = len(self.pool.cache.longest(hashes, most))
+            if sequence.expected_hit >= most:
+                return False
+        owner = self._computing.owner(hashes[sequence.expected_hit])
+        if owner is None:
+            return False
+        owner.score = min(owner.score, sequence.score)
+        return True
+
+    def may_admit(self) -> bool:
+        """Whether trying to admit the first waiting request could succeed: something has changed since the last try."""
+        first = self.waiting.first() if self._free_rows else None
+        return first is not None and self._blocked != (first.number, self.pool.releases)
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence, now_ns: int) -> NewRow | None:
+        """Give the first waiting request a row and the pages of all its tokens; None if that does not fit now."""
+        attempt = (sequence.number, self.pool.releases)
+        if not self._free_rows or self._blocked == attempt:
+            return None
+        pool = self.pool
+        hits = pool.cache.longest(sequence.hashes, sequence.hit_limit) if self.caching else []
+        fresh = pages_for(sequence.seen) - len(hits)
+        available = pool.free - sum(page.refs == 0 for page in hits)
+        needed = fresh
+        if self.running:
+            # Expected output of everyone: this is also what keeps a preempted request out of the same shortage.
+            # Head-room on top after each preemption saves little recomputing and leaves rows idle.
+            needed = self.expected.pages(sequence) - len(hits) + self.expected.reserved(self.running)
+        if available < needed:
+            self._blocked = attempt
+            return None
+        self._blocked = None
+        self.waiting.pop()
+        pool.share(hits)
+        pages = [page for page in (pool.allocate(now_ns) for _ in range(fresh)) if page is not None]
+        if len(pages) != fresh:
+            raise RuntimeError(f"page pool promised {fresh} pages and gave {len(pages)}")
+        sequence.start(hits, pages, self._free_rows.pop())
+        self.running.append(sequence)
+        if sequence.cached_tokens < 0:
+            sequence.cached_tokens = len(hits) * PAGE_TOKENS
+            sequence.scheduled_ns = now_ns
+            self.never_admitted -= 1
+            self.prompt_tokens += sequence.prompt_tokens
+            self.cached_tokens += sequence.cached_tokens
+        if self.caching:
+            self._computing.add(sequence, len(hits))
+        page_ids = tuple(page.id for page in sequence.pages)
+        return NewRow(
+            sequence.row,
+            sequence.request_id,
+            sequence.tokens(),
+            sequence.prompt_tokens,
+            page_ids,
+            sequence.request.sampling,
+        )
+
+    def register_pages(self, sequence: Sequence) -> None:
+        """Pages of `sequence` are complete: make them findable."""
+        first = sequence.register_at // PAGE_TOKENS - 1
+        sequence.register_pages(self.pool)
+        self._computing.remove(sequence, first, sequence.computed // PAGE_TOKENS)
+
+    def preempt(self, sequence: Sequence, now_ns: int) -> None:
+        """Take a running request's row and pages; it waits again once they have come back."""
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.log(now_ns, "preempt", sequence)
+        self._drain(sequence, State.PREEMPTED)
+        self.settle(sequence, now_ns)
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now_ns: int,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Say that a request has ended. Its row and pages come back with `settle`, which the caller must call."""
+        if sequence.cached_tokens < 0:
+            self.never_admitted -= 1
+        sequence.failed = reason is FinishReason.ERROR
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.expected.observe(len(sequence.generated))
+        del self._by_id[sequence.request_id]
+        self.outputs.append(
+            RequestOutput(
+                sequence.request_id,
+                token_ids,
+                logprobs,
+                reason,
+                stop_token_id,
+                max(0, sequence.cached_tokens),
+                sequence.times(now_ns),
+                error,
+                sequence.preemptions,
+            )
+        )
+        self.log(now_ns, reason.value, sequence)
+        if sequence.state is State.WAITING:
+            self.waiting.drop()
+            sequence.state = State.ENDED
+        elif sequence.state is State.RUNNING:
+            self._drain(sequence, State.ENDED)
+        else:
+            sequence.state = State.ENDED
+
+    def settle(self, sequence: Sequence, now_ns: int) -> None:
+        """Release an ended or preempted request if no launched step refers to it any more."""
+        if sequence.in_flight or sequence.row < 0 or sequence.state < State.PREEMPTED:
+            return
+        returns = sequence.state is State.PREEMPTED
+        self.draining.remove(sequence)
+        self._computing.remove(sequence, 0, len(sequence.hashes))
+        self._free_rows.append(sequence.row)
+        self.freed_rows.append(sequence.row)
+        # Whoever is expected back keeps a claim on the content for a while: a session, or a preempted request.
+        claimed = returns or sequence.request.session_id is not None
+        self.log(now_ns, "release", sequence)
+        self.pool.release(sequence.stop(), now_ns, claimed, distrust=sequence.failed)
+        if returns:
+            sequence.state = State.WAITING
+            self._enqueue(sequence)
+
+    def _drain(self, sequence: Sequence, state: State) -> None:
+        sequence.state = state
+        self.running.remove(sequence)
+        self.draining.append(sequence)
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    def log(self, now_ns: int, what: str, sequence: Sequence) -> None:
+        if self._events is not None:
+            pages = [page.id for page in sequence.pages]
+            self._events(f"{now_ns} {what} {sequence.request_id} row {sequence.row} seen {sequence.seen} pages {pages}")
+
+    def check(self) -> None:
+        """Compare rows, pages and states with each other. Raises RuntimeError, naming the first thing that is off."""
+        holders = self.running + self.draining
+        self.pool.check(Counter(page.id for sequence in holders for page in sequence.pages))
+        rows = [sequence.row for sequence in holders]
+        if sorted(rows + self._free_rows) != list(range(self._rows)):
+            raise RuntimeError(f"rows do not add up: held {sorted(rows)}, free {sorted(self._free_rows)}")
+        waiting = sum(sequence.state is State.WAITING for sequence in self._by_id.values())
+        if waiting != len(self.waiting):
+            raise RuntimeError(f"{waiting} requests wait, the queue counts {len(self.waiting)}")
+        never = sum(sequence.cached_tokens < 0 for sequence in self._by_id.values())
+        if never != self.never_admitted:
+            raise RuntimeError(f"{never} requests were never admitted, counted {self.never_admitted}")
+        if any(sequence.state is not State.RUNNING for sequence in self.running):
+            raise RuntimeError("a request that does not run is in the running list")
+        if any(sequence.state < State.PREEMPTED or not sequence.in_flight for sequence in self.draining):
+            raise RuntimeError("a request drains though nothing refers to it")
+        if not holders and len(self._computing):
+            raise RuntimeError(f"{len(self._computing)} pages are said to be computed by nobody")

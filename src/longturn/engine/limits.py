@@ -1,0 +1,73 @@
+"""What the scheduler refuses: settings out of range, and requests that could never run."""
+
+from __future__ import annotations
+
+from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
+from longturn.engine.protocols import ExecutorInfo
+from longturn.engine.records import EngineRequest
+from longturn.errors import ConfigError, RequestError
+
+_TOKEN_BYTES = 4
+
+
+def context_limit(info: ExecutorInfo) -> int:
+    """Most tokens of prompt and output together: the model's context, or what the whole page pool can hold."""
+    return min(info.max_context_tokens, (info.pages - 1) * PAGE_TOKENS)
+
+
+def validate_config(scheduler: SchedulerConfig, cache: CacheConfig, info: ExecutorInfo) -> None:
+    """Raises ConfigError, naming the setting, if one is out of range."""
+    at_least = {
+        "scheduler.max_running": (scheduler.max_running, 1),
+        "scheduler.step_tokens": (scheduler.step_tokens, 1),
+        "scheduler.target_itl_ms": (scheduler.target_itl_ms, 0),
+        "scheduler.ageing_ms": (scheduler.ageing_ms, 0),
+        "scheduler.expected_output_tokens": (scheduler.expected_output_tokens, 1),
+        "scheduler.max_waiting": (scheduler.max_waiting, 1),
+        "cache.retention_half_life_s": (cache.retention_half_life_s, 0),
+    }
+    for name, (value, least) in at_least.items():
+        if not value >= least:  # so that NaN is refused too
+            raise ConfigError(f"'{name}' must be at least {least}, not {value}")
+    if not 0 <= scheduler.decode_share < 1:
+        raise ConfigError(f"'scheduler.decode_share' must be at least 0 and below 1, not {scheduler.decode_share}")
+    if info.pages < 2:
+        raise ConfigError(
+            f"'cache.memory_bytes' is too small for one page of {info.page_bytes} bytes and the null page"
+        )
+    if info.rows < 1:
+        raise ConfigError(f"executor {info.device} has no rows")
+
+
+def validate_request(request: EngineRequest, info: ExecutorInfo) -> int:
+    """The number of prompt tokens.
+
+    Raises:
+        RequestError: the request is malformed or could never fit; the message has the numbers.
+    """
+    tokens, rest = divmod(len(request.prompt), _TOKEN_BYTES)
+    if rest:
+        raise RequestError(f"prompt of {len(request.prompt)} bytes is not a list of int32 tokens", param="prompt")
+    if tokens == 0:
+        raise RequestError("prompt has no tokens", param="prompt")
+    if request.sampling.max_tokens < 1:
+        raise RequestError(f"max_tokens must be at least 1, not {request.sampling.max_tokens}", param="max_tokens")
+    if len(request.page_hashes) > tokens // PAGE_TOKENS:
+        raise RequestError(
+            f"{len(request.page_hashes)} page hashes for a prompt of {tokens // PAGE_TOKENS} whole pages",
+            param="page_hashes",
+        )
+    if tokens + 1 > info.max_context_tokens:
+        raise RequestError(
+            f"prompt of {tokens} tokens leaves no room for output in the context of {info.max_context_tokens} tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if tokens + 1 > context_limit(info):
+        raise RequestError(
+            f"prompt of {tokens} tokens does not fit the cache of {context_limit(info)} tokens"
+            f" ({info.pages - 1} pages); raise cache.memory_bytes",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return tokens

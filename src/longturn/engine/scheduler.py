@@ -1,0 +1,338 @@
+"""The scheduler: from requests to step plans, and from step results to outputs.
+
+There are no phases. Each step serves running decodes first, then prompts (or what is left of them) in order of urgency
+under what remains of the token budget; a waiting request is admitted only when its turn to compute has come. Pages are
+taken for all known tokens at admission, then one by one while decoding.
+
+`schedule` may be called again before earlier results are read. See `lifecycle` for what that means for rows and pages,
+and `admission`, `pacing` and `preemption` for the policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
+from longturn.engine.lifecycle import Requests
+from longturn.engine.pacing import MIN_CHUNK_TOKENS, Allowance, StepTimeModel
+from longturn.engine.preemption import choose_victim, private_pages
+from longturn.engine.protocols import ExecutorInfo
+from longturn.engine.records import (
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    NewRow,
+    RequestOutput,
+    RowResult,
+    RowWork,
+    StepPlan,
+    StepResult,
+)
+from longturn.engine.sequence import Sequence, State
+
+_MOST_DEFERRED = 64
+"""Requests waiting for others' pages that one step looks past."""
+
+
+class ResultMismatch(Exception):
+    """An executor's result does not answer the plan it was given: the executor's fault."""
+
+
+class _Launched(NamedTuple):
+    """What the scheduler must remember of a plan until its result comes."""
+
+    sequences: list[Sequence]
+    """Of each work item, in order."""
+    decodes: int
+    prefill_tokens: int
+    prefill_pairs: float
+
+
+class Scheduler:
+    """Decides what every step computes. Not thread-safe: the engine loop owns it."""
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        events: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            events: receives one line for everything that happens; two runs are equal if their lines are.
+
+        Raises:
+            ConfigError: a setting is out of range.
+        """
+        self.requests = Requests(info, scheduler, cache, events)
+        self.step_time = StepTimeModel()
+        self._events = events
+        self._step_tokens = scheduler.step_tokens
+        self._target_ns = scheduler.target_itl_ms * 1e6
+        self._decode_tokens = max(1, math.ceil(scheduler.decode_share * scheduler.step_tokens))
+        """Decode rows that prompts cannot push out of a step."""
+        self._launched: dict[int, _Launched] = {}
+        self._step_id = 0
+        self._steps = 0
+        self._generated_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended, holds pages still, or has outputs that were not taken."""
+        return self.requests.live or bool(self.requests.outputs)
+
+    def add(self, request: EngineRequest, now_ns: int) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it is malformed, its id is in use, or it could never fit.
+            OverloadedError: `max_waiting` requests wait already.
+        """
+        self.requests.add(request, now_ns)
+
+    def abort(self, request_id: str, now_ns: int) -> bool:
+        """End a request wherever it stands, with an ABORT output. False if there is no such request (any more)."""
+        return self.requests.abort(request_id, now_ns)
+
+    def take_outputs(self) -> tuple[RequestOutput, ...]:
+        """Outputs since the last call."""
+        outputs = tuple(self.requests.outputs)
+        self.requests.outputs.clear()
+        return outputs
+
+    # --- plans ------------------------------------------------------------------------------------------------------
+
+    def schedule(self, now_ns: int) -> StepPlan | None:
+        """The next step, or None if nothing can be computed before an earlier result is read."""
+        requests = self.requests
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        short_of_page = 0
+        for sequence in requests.running:
+            known = sequence.known
+            if known >= sequence.limit:
+                continue  # its last token is being sampled
+            if known - sequence.scheduled == 1:
+                decodes.append(sequence)
+                if sequence.scheduled >= sequence.page_end:
+                    short_of_page += 1
+            else:
+                prefills.append(sequence)
+        if short_of_page > requests.pool.free:
+            self._make_room(decodes, prefills, short_of_page, now_ns)
+        prompts = len(prefills) > 0 or requests.may_admit()
+        quota = max(self._decode_tokens, self._step_tokens - MIN_CHUNK_TOKENS) if prompts else self._step_tokens
+        if len(decodes) > quota:
+            decodes.sort(key=lambda s: s.last_step)  # take turns
+            del decodes[quota:]
+
+        step_id = self._step_id + 1
+        work: list[RowWork] = []
+        sequences: list[Sequence] = []
+        new_pages: list[tuple[int, tuple[int, ...]]] = []
+        for sequence in decodes:
+            start = sequence.scheduled
+            if start >= sequence.page_end:
+                page = requests.pool.allocate(now_ns)
+                if page is None:
+                    continue  # sits out until a preempted request's pages have come back
+                sequence.pages.append(page)
+                sequence.page_end += PAGE_TOKENS
+                new_pages.append((sequence.row, (page.id,)))
+            work.append(RowWork(sequence.row, start, 1, True))
+            sequences.append(sequence)
+            sequence.scheduled = start + 1
+            sequence.known += 1
+            sequence.in_flight += 1
+            sequence.last_step = step_id
+        count = len(work)
+        new_rows: list[NewRow] = []
+        launched = _Launched(sequences, count, 0, 0.0)
+        if prompts:
+            allowance = self._allowance(count)
+            self._schedule_prompts(allowance, prefills, work, sequences, new_rows, now_ns)
+            launched = _Launched(sequences, count, allowance.spent_tokens, allowance.pairs)
+        if not work:
+            return None
+        plan = StepPlan(step_id, tuple(work), tuple(new_rows), tuple(new_pages), tuple(requests.freed_rows))
+        requests.freed_rows.clear()
+        self._step_id = step_id
+        self._launched[step_id] = launched
+        if self._events is not None:
+            rows = [(row.row, row.request_id, len(row.tokens) // 4, row.pages) for row in new_rows]
+            items = [(item.row, item.start, item.count, item.samples) for item in work]
+            self._events(f"{now_ns} plan {step_id} {items} rows {rows} pages {new_pages} freed {plan.freed_rows}")
+        return plan
+
+    def _allowance(self, decodes: int) -> Allowance:
+        """What prompts may take of a step that has `decodes` decode rows."""
+        if decodes == 0:
+            return Allowance(self.step_time, self._step_tokens, None)
+        tokens = min(self._step_tokens - decodes, max(self._step_tokens - self._decode_tokens, 1))
+        budget_ns = self._target_ns - self.step_time.decode_ns if self._target_ns > 0 else None
+        return Allowance(self.step_time, tokens, budget_ns)
+
+    def _schedule_prompts(
+        self,
+        allowance: Allowance,
+        prefills: list[Sequence],
+        work: list[RowWork],
+        sequences: list[Sequence],
+        new_rows: list[NewRow],
+        now_ns: int,
+    ) -> None:
+        """Spend `allowance` on running and waiting prompts, the most urgent first."""
+        requests = self.requests
+        for sequence in prefills:
+            # The minimum keeps an urgency that was inherited from a request waiting for this one's pages.
+            sequence.score = min(sequence.score, requests.urgency(sequence, sequence.known - sequence.scheduled))
+        prefills.sort(key=lambda s: (s.score, s.number), reverse=True)
+        deferred: list[Sequence] = []
+        blocked = not requests.may_admit()
+        while allowance.open:
+            waiting = None if blocked or len(deferred) >= _MOST_DEFERRED else requests.waiting.first()
+            if prefills and (waiting is None or prefills[-1].score <= waiting.score):
+                sequence = prefills.pop()
+            elif waiting is None:
+                break
+            elif requests.must_wait_for_pages(waiting):
+                deferred.append(requests.waiting.pop())
+                continue
+            else:
+                row = requests.admit(waiting, now_ns)
+                if row is None:
+                    # Strictly in order: smaller requests behind this one could go on taking what it waits for.
+                    blocked = True
+                    continue
+                new_rows.append(row)
+                sequence = waiting
+            start = sequence.scheduled
+            left = sequence.known - start
+            count = allowance.take(start, left, PAGE_TOKENS)
+            work.append(RowWork(sequence.row, start, count, count == left))
+            sequences.append(sequence)
+            sequence.scheduled = start + count
+            sequence.known += count == left
+            sequence.in_flight += 1
+            sequence.last_step = self._step_id + 1
+        for sequence in deferred:
+            requests.waiting.push(sequence)
+
+    def _make_room(self, decodes: list[Sequence], prefills: list[Sequence], wanted: int, now_ns: int) -> None:
+        """Preempt until `wanted` pages are free, or will be when launched steps have been read."""
+        requests = self.requests
+        coming = requests.pool.free + sum(map(private_pages, requests.draining))
+        while wanted > coming:
+            taken = wanted - coming + requests.expected.reserved(requests.running)
+            victim = choose_victim(requests.running, taken)
+            if victim is None:
+                return
+            coming += private_pages(victim)
+            if victim in decodes:
+                decodes.remove(victim)
+                wanted -= victim.scheduled >= victim.page_end
+            elif victim in prefills:
+                prefills.remove(victim)
+            requests.preempt(victim, now_ns)
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, result: StepResult, now_ns: int) -> None:
+        """Apply the result of a launched plan. Results come in the order of launch.
+
+        Raises:
+            ResultMismatch: the result does not belong to the plan; nothing has been applied.
+        """
+        if result.step_id != plan.step_id or [i.row for i in plan.work if i.samples] != [r.row for r in result.rows]:
+            raise ResultMismatch(f"step {plan.step_id} was answered by step {result.step_id} or with other rows")
+        requests = self.requests
+        launched = self._launched.pop(plan.step_id)
+        self._steps += 1
+        self.step_time.observe(result.elapsed_ns, launched.decodes, launched.prefill_tokens, launched.prefill_pairs)
+        results = iter(result.rows)
+        for item, sequence in zip(plan.work, launched.sequences, strict=True):
+            sequence.in_flight -= 1
+            sequence.computed = item.start + item.count
+            if item.samples:
+                row_result = next(results)
+                if sequence.state is not State.ENDED:
+                    self._apply(sequence, row_result, now_ns)
+            if sequence.computed >= sequence.register_at and requests.caching:
+                requests.register_pages(sequence)
+            if sequence.state >= State.PREEMPTED:
+                requests.settle(sequence, now_ns)
+
+    def _apply(self, sequence: Sequence, result: RowResult, now_ns: int) -> None:
+        """Append a sampled token to its request, or end the request."""
+        if result.error is not None or len(result.token_ids) != 1:
+            error = result.error or f"executor sampled {len(result.token_ids)} tokens where one was asked for"
+            self.requests.end(sequence, FinishReason.ERROR, now_ns, error=error)
+            return
+        token = result.token_ids[0]
+        generated = sequence.generated
+        if token in sequence.stop_ids and len(generated) >= sequence.min_tokens:
+            self.requests.end(sequence, FinishReason.STOP, now_ns, stop_token_id=token)
+            return
+        if not generated:
+            sequence.first_token_ns = now_ns
+        generated.append(token)
+        self._generated_tokens += 1
+        if sequence.prompt_tokens + len(generated) >= sequence.limit:
+            self.requests.end(sequence, FinishReason.LENGTH, now_ns, result.token_ids, result.logprobs)
+            return
+        self.requests.outputs.append(
+            RequestOutput(
+                sequence.request_id,
+                result.token_ids,
+                result.logprobs,
+                cached_tokens=sequence.cached_tokens,
+                preemptions=sequence.preemptions,
+            )
+        )
+
+    def fail(self, plan: StepPlan, message: str, now_ns: int) -> None:
+        """The executor failed on a launched plan: its requests end with ERROR, saying `message`."""
+        for sequence in self._launched.pop(plan.step_id).sequences:
+            sequence.in_flight -= 1
+            if sequence.state is not State.ENDED:
+                self.requests.end(sequence, FinishReason.ERROR, now_ns, error=message)
+            self.requests.settle(sequence, now_ns)
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    def stats(self, busy_ns: int = 0, leak_faults: int = 0) -> EngineStats:
+        """Gauges and counters now, with two that the loop counts."""
+        requests = self.requests
+        pool = requests.pool
+        return EngineStats(
+            len(requests.running),
+            len(requests.waiting),
+            pool.capacity,
+            pool.used,
+            pool.cached,
+            self._steps,
+            requests.prompt_tokens,
+            requests.cached_tokens,
+            self._generated_tokens,
+            requests.preemptions,
+            pool.evictions,
+            requests.aborts,
+            leak_faults,
+            busy_ns,
+        )
+
+    def check(self) -> None:
+        """Raises RuntimeError if pages, rows or states do not add up."""
+        self.requests.check()
+        flying: dict[int, int] = {}
+        for launched in self._launched.values():
+            for sequence in launched.sequences:
+                flying[sequence.number] = flying.get(sequence.number, 0) + 1
+        for sequence in self.requests.running + self.requests.draining:
+            if sequence.in_flight != flying.pop(sequence.number, 0):
+                raise RuntimeError(f"request {sequence.request_id} miscounts the launched steps that refer to it")
+        if flying:
+            raise RuntimeError(f"{len(flying)} requests were released while launched steps refer to them")
