@@ -1,0 +1,203 @@
+"""Chat messages to prompt text through a checkpoint's Jinja template, as Hugging Face renders it.
+
+Templates come from strangers and messages from clients, so the environment is sandboxed and a template sees plain JSON
+values only. What a template may rely on is set by `transformers.utils.chat_template_utils`; the tests compare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
+
+from longturn.errors import ModelError, RequestError
+from longturn.frontend.records import ChatPrompt
+from longturn.frontend.tokenizer import DEFAULT_TEMPLATE, Tokenizer
+
+_TOOL_TEMPLATE = "tool_use"
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+class ChatTemplates:
+    """A checkpoint's compiled templates."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """
+        Args:
+            sources: Jinja source by name, `default` among them if the model can chat at all.
+            special_tokens: template variables such as `bos_token`.
+
+        Raises:
+            ModelError: a template does not compile.
+        """
+        environment = _environment()
+        self._special = dict(special_tokens)
+        self._templates: dict[str, jinja2.Template] = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except jinja2.TemplateSyntaxError as error:
+                raise ModelError(f"chat template '{name}' line {error.lineno}: {_line(error)}") from error
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ChatTemplates:
+        return cls(tokenizer.settings.chat_templates, tokenizer.settings.special_tokens)
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """Prompt text of a conversation, special tokens written out.
+
+        Raises:
+            RequestError: the model has no chat template, or the template refuses the messages.
+        """
+        name = _TOOL_TEMPLATE if prompt.tools and _TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
+        template = self._templates.get(name)
+        if template is None:
+            raise RequestError("this model has no chat template; use text completions instead", code="no_chat_template")
+        taken = sorted(_OWN_VARIABLES.intersection(prompt.template_kwargs))
+        if taken:
+            raise RequestError(
+                f"chat_template_kwargs must not set '{taken[0]}', which the request has a field for",
+                param="chat_template_kwargs",
+            )
+        variables = {**self._special, "documents": None, **_plain(prompt.template_kwargs)}
+        try:
+            return template.render(
+                variables,
+                messages=[_message(message) for message in prompt.messages],
+                tools=_plain(list(prompt.tools)) if prompt.tools else None,
+                add_generation_prompt=prompt.add_generation_prompt,
+            )
+        except RecursionError as error:
+            raise RequestError("the chat template nests too deeply for these messages", param="messages") from error
+        except Exception as error:
+            # A template computes with what the client sent, so any Python error may come of it; it is the request
+            # that does not fit the template, whatever the type.
+            raise RequestError(f"the chat template refuses these messages: {_line(error)}", param="messages") from error
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it.
+
+    No nulls (templates print them), reasoning under each of its usual names, and the arguments of tool calls as the
+    objects that OpenAI's dialect writes as strings (templates turn them to JSON, which would quote them twice).
+    """
+    plain: dict[str, Any] = {key: value for key, value in _plain(message).items() if value is not None}
+    reasoning = next((plain[key] for key in _REASONING_FIELDS if key in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    calls = plain.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with contextlib.suppress(ValueError):  # what is no JSON stays as it is
+                function["arguments"] = json.loads(function["arguments"])
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of exact JSON types: other objects may have methods that the sandbox does not know are dangerous."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    for base in (str, int, float):
+        if isinstance(value, base):
+            return base(value)
+    raise RequestError(f"messages hold a {type(value).__name__}, which is no JSON value", param="messages")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _Namespace
+    environment.globals["dict"] = _Dict()
+    return environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for training; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block and not a plain scope: assignments in the body must stay inside, as they do in Hugging Face's.
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: jinja2.runtime.Macro) -> str:
+        return str(caller())
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without underscore names, which reach into Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` must stay usable as a key
+        self, *rest = args
+        for name in dict(*rest, **kwargs):
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, *rest, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold the name {name!r}")
+
+
+class _Dict:
+    """`dict(...)` and `dict.fromkeys(...)`, without the type itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Sequence[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters; models were trained without.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    # Templates want the local date, as in transformers. (The wall clock: engine time has no dates.)
+    return datetime.datetime.now().strftime(form)

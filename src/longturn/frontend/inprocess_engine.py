@@ -1,0 +1,151 @@
+"""An engine on a thread of this process: what `longturn.LLM` and tests use, and serving without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import threading
+from collections.abc import AsyncIterator, Sequence
+
+from longturn.engine.records import EngineRequest, EngineStats, RequestOutput, StepOutputs
+from longturn.errors import EngineDeadError, LongturnError, RequestError
+from longturn.frontend.engine_pump import Abort, Command, PumpedEngine, Rejection, Stop, pump
+from longturn.frontend.output_stream import OutputStream
+
+log = logging.getLogger(__name__)
+
+
+class InProcessEngine:
+    """An `EngineClient` over an engine that runs on its own thread. Readers may live on any event loops."""
+
+    def __init__(self, engine: PumpedEngine) -> None:
+        self._engine = engine
+        self._inbox: collections.deque[Command] = collections.deque()
+        self._arrived = threading.Condition()
+        self._lock = threading.Lock()
+        """Guards `_streams` and `_dead`: readers and the engine's thread both change them."""
+        self._streams: dict[str, OutputStream] = {}
+        self._dead: str | None = None
+        self._stats = engine.stats()
+        self._thread = threading.Thread(target=self._run, name="longturn-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._dead is None
+
+    def health(self) -> str:
+        """`ok`, or one line that says why there is no engine."""
+        return self._dead or "ok"
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def restarts(self) -> int:
+        """Always 0: an engine on a thread cannot be started again safely."""
+        return 0
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+        """See `EngineClient.generate`."""
+        stream = OutputStream()
+        with self._lock:
+            if self._dead is not None:
+                raise EngineDeadError(self._dead)
+            if request.request_id in self._streams:
+                raise RequestError(f"request id '{request.request_id}' is in use", param="request_id")
+            self._streams[request.request_id] = stream
+        ended = False
+        try:
+            self._command(request)
+            while not ended:
+                output = await stream.next()
+                ended = output.finish is not None
+                yield output
+        except LongturnError:
+            ended = True
+            raise
+        finally:
+            with self._lock:
+                known = self._streams.pop(request.request_id, None) is stream
+            if known and not ended:
+                self._command(Abort(request.request_id))
+
+    def close(self) -> None:
+        """Stop the thread and close the engine; readers that still wait get `EngineDeadError`."""
+        self._command(Stop())
+        self._thread.join()
+
+    # --- Transport, called on the engine's thread --------------------------------------------------------------------
+
+    def receive(self, wait_s: float) -> Sequence[Command]:
+        with self._arrived:
+            if not self._inbox and wait_s > 0:
+                self._arrived.wait(wait_s)
+            commands = list(self._inbox)
+            self._inbox.clear()
+        return commands
+
+    def send_outputs(self, outputs: StepOutputs) -> None:
+        self._stats = outputs.stats
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
+        with self._lock:
+            for output in outputs.outputs:
+                stream = self._streams.get(output.request_id)
+                if stream is not None:
+                    by_loop.setdefault(stream.loop, []).append((stream, output))
+        for loop, deliveries in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, deliveries)
+            except RuntimeError:
+                # The reader's loop was closed without closing its generator: nobody will read this again.
+                for _, output in deliveries:
+                    self._forget(output)
+
+    def send_rejection(self, rejection: Rejection) -> None:
+        with self._lock:
+            stream = self._streams.get(rejection.request_id)
+        if stream is not None:
+            _fail(stream, rejection.error())
+
+    # --- inner -------------------------------------------------------------------------------------------------------
+
+    def _command(self, command: Command) -> None:
+        with self._arrived:
+            self._inbox.append(command)
+            self._arrived.notify()
+
+    def _forget(self, output: RequestOutput) -> None:
+        with self._lock:
+            self._streams.pop(output.request_id, None)
+        if output.finish is None:
+            self._command(Abort(output.request_id))
+
+    def _run(self) -> None:
+        cause = "the engine was closed"
+        try:
+            pump(self._engine, self)
+        except Exception as error:
+            log.exception("the engine died")
+            cause = f"the engine died: {type(error).__name__}: {error}"
+        finally:
+            with self._lock:
+                self._dead = cause
+                streams = list(self._streams.values())
+                self._streams.clear()
+            for stream in streams:
+                _fail(stream, EngineDeadError(cause))
+            self._engine.close()
+
+
+def _deliver(deliveries: list[tuple[OutputStream, RequestOutput]]) -> None:
+    for stream, output in deliveries:
+        stream.push(output)
+
+
+def _fail(stream: OutputStream, error: BaseException) -> None:
+    try:
+        stream.loop.call_soon_threadsafe(stream.fail, error)
+    except RuntimeError:
+        log.debug("a reader's event loop was closed before its request ended")
