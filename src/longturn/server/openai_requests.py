@@ -1,0 +1,243 @@
+"""From an OpenAI request body to the frontend's records; everything that is refused is refused here, by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from longturn.engine.records import SamplingParams
+from longturn.errors import NotFoundError, RequestError
+from longturn.frontend.records import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from longturn.server.openai_types import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
+
+MAX_CHOICES = 128
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default of `max_tokens` for text completions; chat goes on to the context's end."""
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$?\.?([^`]*)`$")
+T = TypeVar("T")
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """The typed request in `body`.
+
+    Raises:
+        RequestError: the body is no JSON, or a value has the wrong type; the message names its path.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _PATH.search(text)
+        path = found.group(1) if found else ""
+        what = text[: found.start()] if found else text
+        if what.startswith("Object missing required field"):
+            name = what.split("`")[1]
+            path = f"{path}.{name}" if path else name
+            raise RequestError(f"'{path}' is missing", param=path, code="missing_required_parameter") from None
+        where = f"'{path}': " if path else "request body: "
+        raise RequestError(f"{where}{what[0].lower()}{what[1:]}", param=path or None, code="invalid_type") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raises NotFoundError unless `asked` is the served model or nothing."""
+    if asked and asked != served:
+        raise NotFoundError(
+            f"the model '{asked}' does not exist; this server serves '{served}'", param="model", code="model_not_found"
+        )
+
+
+def choices_of(request: SamplingFields) -> int:
+    """`n`, checked."""
+    n = 1 if request.n is None else request.n
+    if not 1 <= n <= MAX_CHOICES:
+        raise _bad("n", f"must be between 1 and {MAX_CHOICES}, not {n}")
+    return n
+
+
+def check_common(request: SamplingFields) -> None:
+    """Raises RequestError for parameters whose value Longturn cannot honour."""
+    if request.stream_options is not None and not request.stream:
+        raise _bad("stream_options", "is only allowed when 'stream' is true")
+    if request.response_format is not None and request.response_format.get("type", "text") != "text":
+        raise _unsupported("response_format", "only {'type': 'text'} is supported")
+    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        if getattr(request, name) is not None:
+            raise _unsupported(name, "constrained output is not supported")
+    if request.use_beam_search:
+        raise _unsupported("use_beam_search", "beam search is not supported")
+
+
+def chat_prompt(request: ChatRequest) -> ChatPrompt:
+    """The prompt of a chat request.
+
+    Raises:
+        RequestError: a message is malformed, or the request needs what this server does not do.
+    """
+    choice = request.tool_choice
+    if choice not in (None, "none", "auto"):
+        raise _unsupported("tool_choice", "only 'none' and 'auto' are supported")
+    if request.functions is not None or request.function_call is not None:
+        name = "functions" if request.functions is not None else "function_call"
+        raise _unsupported(name, "it is deprecated; use 'tools'")
+    if request.continue_final_message:
+        raise _unsupported("continue_final_message", "continuing the last message is not supported")
+    if request.chat_template is not None:
+        raise _unsupported("chat_template", "the template is the model's own")
+    if request.audio is not None or any(kind != "text" for kind in request.modalities or ()):
+        raise _unsupported("modalities", "only 'text' is supported")
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    return build_chat_prompt(request.messages, request.tools, kwargs, request.add_generation_prompt)
+
+
+def build_chat_prompt(
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+    add_generation_prompt: bool | None,
+) -> ChatPrompt:
+    """Messages with flattened contents as the frontend takes them."""
+    if not messages:
+        raise _bad("messages", "must hold at least one message")
+    return ChatPrompt(
+        messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages)),
+        tools=tuple(tools or ()),
+        template_kwargs=template_kwargs or {},
+        add_generation_prompt=add_generation_prompt is not False,
+    )
+
+
+def completion_prompts(request: CompletionRequest) -> list[Prompt]:
+    """The prompts of a completion request: one text, one list of token ids, or a list of either."""
+    if request.echo:
+        raise _unsupported("echo", "returning the prompt is not supported")
+    if request.suffix:
+        raise _unsupported("suffix", "filling in the middle is not supported")
+    if request.best_of is not None and request.best_of != choices_of(request):
+        raise _unsupported("best_of", "it must equal 'n'")
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [TextPrompt(prompt)]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [TokenPrompt(tuple(prompt))]  # type: ignore[arg-type]
+    if not prompt or len(kinds) > 1:
+        raise _bad("prompt", "must be a text, a list of token ids, or a non-empty list of only texts or only id lists")
+    if len(prompt) * choices_of(request) > MAX_CHOICES:
+        raise _bad("prompt", f"times 'n' makes more than {MAX_CHOICES} choices")
+    return [TextPrompt(item) if isinstance(item, str) else TokenPrompt(tuple(item)) for item in prompt]  # type: ignore[arg-type]
+
+
+def tokenize_prompt(request: TokenizeRequest) -> Prompt:
+    """What POST /tokenize asks to be tokenised."""
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give either 'prompt' or 'messages'", param="prompt")
+    if request.prompt is not None:
+        return TextPrompt(request.prompt)
+    assert request.messages is not None
+    return build_chat_prompt(
+        request.messages, request.tools, request.chat_template_kwargs, request.add_generation_prompt
+    )
+
+
+def stop_strings(request: SamplingFields) -> tuple[str, ...]:
+    """`stop` as a tuple."""
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+def chat_logprobs(request: ChatRequest) -> int | None:
+    """Alternatives to report with each token, or None for no log-probabilities."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise _bad("top_logprobs", "needs 'logprobs': true")
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def chat_max_tokens(request: ChatRequest) -> int:
+    """Most tokens to generate; 0 is up to the context's end."""
+    name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+    value = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    return _max_tokens(name, value, default=0)
+
+
+def completion_max_tokens(request: CompletionRequest) -> int:
+    """Most tokens to generate."""
+    return _max_tokens("max_tokens", request.max_tokens, default=COMPLETION_MAX_TOKENS)
+
+
+def sampling_params(request: SamplingFields, *, max_tokens: int, logprobs: int | None, seed: int) -> SamplingParams:
+    """Sampling as asked; ranges are checked by the frontend, which knows the vocabulary."""
+    default = SamplingParams(max_tokens=max_tokens)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=_or(request.min_tokens, default.min_tokens),
+        temperature=_or(request.temperature, default.temperature),
+        # -1 is vLLM's word for "keep all".
+        top_k=0 if request.top_k == -1 else _or(request.top_k, default.top_k),
+        top_p=_or(request.top_p, default.top_p),
+        min_p=_or(request.min_p, default.min_p),
+        seed=seed,
+        frequency_penalty=_or(request.frequency_penalty, default.frequency_penalty),
+        presence_penalty=_or(request.presence_penalty, default.presence_penalty),
+        repetition_penalty=_or(request.repetition_penalty, default.repetition_penalty),
+        logit_bias=tuple((request.logit_bias or {}).items()),
+        logprobs=logprobs,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+    )
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _max_tokens(name: str, value: int | None, *, default: int) -> int:
+    if value is None:
+        return default
+    if value < 1:
+        raise _bad(name, f"must be at least 1, not {value}")
+    return value
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _bad(f"{where}.role", "must be a text")
+    content = message.get("content")
+    if isinstance(content, str) or content is None:
+        if content is None and role != "assistant":
+            raise _bad(f"{where}.content", "must be a text or a list of text parts")
+        return message
+    if not isinstance(content, list):
+        raise _bad(f"{where}.content", "must be a text or a list of text parts")
+    return {**message, "content": "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))}
+
+
+def _part(part: Any, where: str) -> str:
+    """The text of a content part. Parts are joined by line ends, as vLLM does for templates that take plain text."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise _bad(where, "must be an object")
+    kind = part.get("type")
+    if kind not in ("text", "input_text", "output_text"):
+        raise _unsupported(f"{where}.type", f"content of type '{kind}' is not supported, only text")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _bad(f"{where}.text", "must be a text")
+    return text
+
+
+def _bad(param: str, what: str) -> RequestError:
+    return RequestError(f"'{param}' {what}", param=param, code="invalid_value")
+
+
+def _unsupported(param: str, what: str) -> RequestError:
+    return RequestError(f"'{param}': {what}", param=param, code="unsupported_value")

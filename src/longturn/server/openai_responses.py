@@ -1,0 +1,217 @@
+"""From the frontend's chunks to the OpenAI API's JSON: whole answers, and the events of streamed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from longturn.engine.records import FinishReason
+from longturn.errors import LongturnError
+from longturn.frontend.records import TextChunk, TokenLogprob, Usage
+
+_encode = msgspec.json.encode
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What every object of one answer carries, and how much of it the client asked for."""
+
+    id: str
+    object: str
+    """`chat.completion` or `text_completion`."""
+    created_s: int
+    model: str
+    prompts: int = 1
+    """Prompts in the request; each has the same number of choices."""
+    choices: int = 1
+    """Choices of all prompts."""
+    logprobs: bool = False
+    token_ids: bool = False
+    """Return token ids beside the text (`return_token_ids`)."""
+    stream_usage: bool = False
+
+    @property
+    def chat(self) -> bool:
+        return self.object == "chat.completion"
+
+
+def usage_object(usages: Sequence[Usage | None], prompts: int) -> dict[str, Any]:
+    """Usage over all choices. A prompt counts once, however many choices it has."""
+    known = [usage for usage in usages if usage is not None]
+    leaders = [usage for usage in usages[:: max(1, len(usages) // prompts)] if usage is not None]
+    prompt_tokens = sum(usage.prompt_tokens for usage in leaders)
+    completion_tokens = sum(usage.completion_tokens for usage in known)
+    # Always there, also when 0: a client cannot tell "no hit" from "not known" otherwise.
+    details: dict[str, Any] = {"cached_tokens": sum(usage.cached_tokens for usage in leaders)}
+    diverged = next((usage.diverged_at for usage in leaders if usage.diverged_at is not None), None)
+    if diverged is not None:
+        details["diverged_at"] = diverged
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": details,
+    }
+
+
+def finish_reason(finish: FinishReason | None) -> str | None:
+    """OpenAI's word for the end of a choice.
+
+    Raises:
+        LongturnError: the executor failed on the request, so there is no answer.
+    """
+    if finish is FinishReason.ERROR:
+        raise LongturnError("the model could not be computed for this request")
+    return None if finish is None else finish.value
+
+
+def chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
+    """The `logprobs` of a chat choice."""
+    return {"content": [_chat_token(token) for token in tokens], "refusal": None}
+
+
+def _chat_token(token: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token": token.text,
+        "logprob": token.logprob,
+        "bytes": list(token.token_bytes),
+        "top_logprobs": [
+            {"token": text, "logprob": logprob, "bytes": list(data)} for _, text, data, logprob in token.top
+        ],
+    }
+
+
+def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    """The `logprobs` of a text choice whose first token starts at character `offset`."""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        # Tokens with equal texts (halves of characters) share a key: the likeliest, which comes first, keeps it.
+        "top_logprobs": [
+            {token.text: token.logprob} | {text: logprob for _, text, _, logprob in reversed(token.top)}
+            for token in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+def whole_answer(answer: Answer, choices: Sequence[Sequence[TextChunk]]) -> bytes:
+    """The JSON of an answer that was not streamed; `choices` holds the chunks of each choice, at least one."""
+    body: dict[str, Any] = {
+        "id": answer.id,
+        "object": answer.object,
+        "created": answer.created_s,
+        "model": answer.model,
+        "choices": [_whole_choice(answer, index, chunks) for index, chunks in enumerate(choices)],
+        "usage": usage_object([chunks[-1].usage for chunks in choices], answer.prompts),
+    }
+    if answer.token_ids and answer.chat:
+        body["prompt_token_ids"] = choices[0][0].prompt_token_ids
+    return _encode(body)
+
+
+def _whole_choice(answer: Answer, index: int, chunks: Sequence[TextChunk]) -> dict[str, Any]:
+    text = "".join(chunk.text for chunk in chunks)
+    tokens = [token for chunk in chunks for token in chunk.logprobs]
+    choice: dict[str, Any] = {"index": index}
+    if answer.chat:
+        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        choice["logprobs"] = chat_logprobs(tokens) if answer.logprobs else None
+    else:
+        choice["text"] = text
+        choice["logprobs"] = completion_logprobs(tokens, 0) if answer.logprobs else None
+    choice["finish_reason"] = finish_reason(chunks[-1].finish)
+    choice["stop_reason"] = chunks[-1].stop_text
+    if answer.token_ids:
+        choice["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
+        if not answer.chat:
+            choice["prompt_token_ids"] = chunks[0].prompt_token_ids
+    return choice
+
+
+@dataclass(slots=True)
+class EventWriter:
+    """Writes the events of one streamed answer; an `EventEncoder`.
+
+    What is the same in every event is encoded once: with many streams this is most of each event's bytes.
+    """
+
+    answer: Answer
+    _head: bytes = field(init=False)
+    _tail: bytes = field(init=False)
+    _usages: list[Usage | None] = field(init=False)
+    _offsets: list[int] = field(init=False)
+    """Characters of each choice's text so far."""
+
+    def __post_init__(self) -> None:
+        answer = self.answer
+        kind = "chat.completion.chunk" if answer.chat else answer.object
+        common = {"id": answer.id, "object": kind, "created": answer.created_s, "model": answer.model}
+        self._head = b"data: " + _encode(common)[:-1]
+        # OpenAI's server shows a null usage in every event when the last one has it.
+        self._tail = b',"usage":null}\n\n' if answer.stream_usage else b"}\n\n"
+        self._usages = [None] * answer.choices
+        self._offsets = [0] * answer.choices
+
+    def opening(self) -> bytes:
+        if not self.answer.chat:
+            return b""
+        delta = b'"delta":{"role":"assistant","content":""}'
+        return b"".join(self._event(index, delta, b"null") for index in range(self.answer.choices))
+
+    def chunk(self, index: int, chunk: TextChunk) -> bytes:
+        if chunk.usage is not None:
+            self._usages[index] = chunk.usage
+        finish = finish_reason(chunk.finish)
+        has_content = bool(chunk.text or chunk.logprobs or (self.answer.token_ids and chunk.token_ids))
+        if not self.answer.chat:
+            end = _encode(finish)
+            return self._content(index, chunk, end) if has_content or finish is not None else b""
+        events = self._content(index, chunk, b"null") if has_content else b""
+        if finish is not None:
+            extra = b"" if chunk.stop_text is None else b',"stop_reason":' + _encode(chunk.stop_text)
+            events += self._event(index, b'"delta":{}', _encode(finish), extra)
+        return events
+
+    def closing(self) -> bytes:
+        if not self.answer.stream_usage:
+            return DONE
+        usage = _encode(usage_object(self._usages, self.answer.prompts))
+        return self._head + b',"choices":[],"usage":' + usage + b"}\n\n" + DONE
+
+    def _content(self, index: int, chunk: TextChunk, finish: bytes) -> bytes:
+        text = _encode(chunk.text)
+        body = b'"delta":{"content":' + text + b"}" if self.answer.chat else b'"text":' + text
+        extra = b""
+        if self.answer.logprobs and chunk.logprobs:
+            if self.answer.chat:
+                extra = b',"logprobs":' + _encode(chat_logprobs(chunk.logprobs))
+            else:
+                extra = b',"logprobs":' + _encode(completion_logprobs(chunk.logprobs, self._offsets[index]))
+                self._offsets[index] += sum(len(token.text) for token in chunk.logprobs)
+        else:
+            extra = b',"logprobs":null'
+        if self.answer.token_ids:
+            extra += b',"token_ids":' + _encode(chunk.token_ids)
+            if chunk.prompt_token_ids is not None and not self.answer.chat:
+                extra += b',"prompt_token_ids":' + _encode(chunk.prompt_token_ids)
+        if not self.answer.chat and chunk.stop_text is not None:
+            extra += b',"stop_reason":' + _encode(chunk.stop_text)
+        beside = b""
+        if self.answer.token_ids and self.answer.chat and index == 0 and chunk.prompt_token_ids is not None:
+            # A chat has one prompt, so its ids stand beside the choices, as in an answer that is not streamed.
+            beside = b',"prompt_token_ids":' + _encode(chunk.prompt_token_ids)
+        return self._event(index, body, finish, extra, beside)
+
+    def _event(self, index: int, body: bytes, finish: bytes, extra: bytes = b"", beside: bytes = b"") -> bytes:
+        return b'%b,"choices":[{"index":%d,%b%b,"finish_reason":%b}]%b%b' % (
+            self._head, index, body, extra, finish, beside, self._tail,
+        )  # fmt: skip

@@ -1,0 +1,112 @@
+"""Server-sent events: a response that streams chunks as they come and stops computing when nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from longturn.errors import LongturnError
+from longturn.frontend.records import TextChunk
+from longturn.server.errors import body_of, error_body
+from longturn.server.generation import Indexed, time_limit, unless_disconnected
+
+log = logging.getLogger(__name__)
+
+FIRST_CHUNK_GRACE_S = 2.0
+"""The answer's head waits this long for a first chunk, so that a refused request gets its proper status."""
+KEEP_ALIVE_S = 15.0
+"""Pause between comments while a long prompt is computed; proxies cut connections that stay silent."""
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx would otherwise collect the stream and deliver it in one piece.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventEncoder(Protocol):
+    """How one API dialect writes its events. Every method returns whole events, or nothing."""
+
+    def opening(self) -> bytes: ...
+
+    def chunk(self, index: int, chunk: TextChunk) -> bytes: ...
+
+    def closing(self) -> bytes: ...
+
+
+def error_event(body: bytes) -> bytes:
+    """An error in mid-stream."""
+    return b"data: " + body + b"\n\n"
+
+
+class EventStream:
+    """An ASGI response over `events`. An error before the head is sent is raised, so that it gets its own status."""
+
+    def __init__(
+        self, events: AsyncGenerator[Indexed, None], encoder: EventEncoder, *, timeout_s: float, request_id: str
+    ) -> None:
+        self._events = events
+        self._encoder = encoder
+        self._timeout_s = timeout_s
+        self._request_id = request_id
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        try:
+            async with contextlib.aclosing(self._events), time_limit(self._timeout_s):
+                first = await self._first(send)
+                if first is not None:
+                    await _send(send, self._encoder.chunk(*first))
+                    async for index, chunk in self._events:
+                        await _send(send, self._encoder.chunk(index, chunk))
+            last = self._encoder.closing()
+        except LongturnError as error:
+            if not self._started:
+                raise
+            last = error_event(body_of(error))
+        except Exception:
+            if not self._started:
+                raise
+            log.exception("request %s failed while streaming", self._request_id)
+            message = f"internal server error (request id {self._request_id})"
+            last = error_event(error_body(500, message, code="internal_error"))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _first(self, send: Send) -> Indexed | None:
+        """The first chunk, or None when there is none; sends the head and keeps the connection alive meanwhile."""
+        first = asyncio.ensure_future(_next(self._events))
+        try:
+            await asyncio.wait({first}, timeout=FIRST_CHUNK_GRACE_S)
+            if first.done():
+                first.result()
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await _send(send, self._encoder.opening())
+            while not first.done():
+                await asyncio.wait({first}, timeout=KEEP_ALIVE_S)
+                if not first.done():
+                    await _send(send, b": waiting\n\n")
+            return first.result()
+        finally:
+            # The generator cannot be closed while this task is still inside it.
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+
+
+async def _next(events: AsyncGenerator[Indexed, None]) -> Indexed | None:
+    # StopAsyncIteration must not leave a task.
+    return await anext(events, None)
+
+
+async def _send(send: Send, body: bytes) -> None:
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
