@@ -213,10 +213,11 @@ def main() -> int:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        ready = json.loads(server.stdout.readline() or "null")
-        if ready is None:
+        lines = (json.loads(line) for line in server.stdout)
+        url = next((line["ready"] for line in lines if "ready" in line), None)
+        if url is None:
             raise SystemExit("the server did not start")
-        summary = asyncio.run(soak(ready["url"], server.pid, args.minutes, args.sessions))
+        summary = asyncio.run(soak(url, server.pid, args.minutes, args.sessions))
     finally:
         server.terminate()
         server.wait(20)

@@ -50,8 +50,9 @@ def server(embedded_model: None) -> Iterator[Server]:
     command = [sys.executable, "-m", "longturn.cli.main", "serve", "--port", "0", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, "the server did not start"
-    yield Server(json.loads(line)["url"], process.pid)
+    lines = (json.loads(line) for line in process.stdout)
+    url = next((line["ready"] for line in lines if "ready" in line), None)
+    assert url is not None, "the server did not start"
+    yield Server(url, process.pid)
     process.terminate()
     assert process.wait(20) == 0

@@ -99,6 +99,9 @@ def test_one_bad_row_does_not_spoil_the_step() -> None:
     result = executor.launch(StepPlan(0, work, new_rows=rows)).result()
     assert result.rows[0].error is not None and result.rows[0].token_ids == ()
     assert result.rows[1].token_ids == (9,) and result.rows[1].logprobs[0].top_ids[0] == 9
+    # A step that was launched before the failure was seen goes on for the others.
+    ahead = executor.launch(StepPlan(1, (RowWork(0, 3, 1, True), RowWork(1, 2, 1, True)))).result()
+    assert ahead.rows[1].token_ids == (18,)
     executor.close()
 
 

@@ -122,15 +122,20 @@ class CpuExecutor:
 
     def _greedy_result(self, work: RowWork, token: int) -> RowResult:
         if token < 0:
-            return RowResult(work.row, (), error="the model produced NaN logits")
+            return self._failed(work, "the model produced NaN logits")
         self._rows.append(work.row, token)
         return RowResult(work.row, (token,))
+
+    def _failed(self, work: RowWork, error: str) -> RowResult:
+        # A step launched ahead may already want this row's next position: give it a token, its result is dropped.
+        self._rows.append(work.row, 0)
+        return RowResult(work.row, (), error=error)
 
     def _sample(self, work: RowWork, logits: npt.NDArray[np.float32]) -> RowResult:
         try:
             token, found = sample(logits, self._rows.sampling(work.row), work.start + work.count)
         except NonFiniteLogits as error:
-            return RowResult(work.row, (), error=str(error))
+            return self._failed(work, str(error))
         self._rows.append(work.row, token)
         logprobs: tuple[TokenLogprobs, ...] = () if found is None else (found,)
         return RowResult(work.row, (token,), logprobs)

@@ -1,0 +1,124 @@
+"""The one place where the parts are put together: executor, engine and frontend from a configuration.
+
+Imports are inside the functions: the server process calls `build_frontend` and must not import torch, and the engine
+process calls `build_engine` and needs no web package.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Literal
+
+from longturn.config import PAGE_TOKENS, EngineConfig
+from longturn.errors import ConfigError
+from longturn.source import ModelSource, resolve_source
+
+if TYPE_CHECKING:
+    from longturn.engine.loop import Engine
+    from longturn.executor.cpu import CpuModel
+    from longturn.frontend.engine_client import EngineClient
+    from longturn.frontend.frontend import Frontend
+
+_log = logging.getLogger(__name__)
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """An engine with its executor, ready for requests.
+
+    Raises:
+        ModelError: the model is missing, damaged or not supported.
+        ConfigError: settings contradict each other or the model.
+    """
+    from longturn.engine.clock import SystemClock
+    from longturn.engine.loop import Engine
+    from longturn.executor.cpu import CpuExecutor
+
+    if config.executor.device == "cuda":
+        raise ConfigError("executor.device 'cuda' is not supported yet (cpu is)")
+    model = build_cpu_model(config)
+    executor = CpuExecutor(model, rows=config.scheduler.max_running)
+    return Engine(executor, config.scheduler, config.cache, SystemClock())
+
+
+def build_cpu_model(config: EngineConfig) -> CpuModel:
+    """The model that the configuration names, with its page pool, on this machine's processor."""
+    from longturn.executor.threads import usable_cores
+
+    source = resolve_source(config.model)
+    threads = config.executor.threads or usable_cores()
+    if _packed(config, source):
+        from longturn.executor.native_model import NativeCpuModel
+        from longturn.kernels.cpu import native
+        from longturn.models.packed import load_packed
+        from longturn.prepared import cache_directory
+
+        if config.cache.dtype not in ("auto", "fp16", "fp32"):
+            raise ConfigError(
+                f"cache.dtype '{config.cache.dtype}' is not supported with packed weights (fp16 and fp32 are)"
+            )
+        cache_dtype: Literal["fp16", "fp32"] = "fp32" if config.cache.dtype == "fp32" else "fp16"
+        library = native.load(cache_directory(config.cache_dir))
+        packed = load_packed(source, cache_dir=config.cache_dir)
+        decoder = packed.decoder(library, threads=threads, cache_dtype=cache_dtype)
+        pages, context = _pool(config, source, decoder.page_bytes)
+        isa = f"{library.isa}{' amx' if library.amx else ''}"
+        return NativeCpuModel(decoder, pages=pages, max_context_tokens=context, isa=isa)
+    import torch
+
+    from longturn.executor.torch_model import TorchCpuModel
+    from longturn.models.registry import CACHE_TYPES, load_model
+
+    model = load_model(source, dtype=torch.float32, kv_dtype=CACHE_TYPES[config.cache.dtype])
+    pages, context = _pool(config, source, model.kv.page_bytes)
+    return TorchCpuModel(model, pages=pages, max_context_tokens=context, threads=threads)
+
+
+def _packed(config: EngineConfig, source: ModelSource) -> bool:
+    """Whether to run packed weights in native code; `auto` falls back to fp32 where they cannot run, and says so."""
+    from longturn.kernels.cpu.build import unavailable_reason
+    from longturn.models.packed import is_quantised, why_not_packed
+    from longturn.prepared import cache_directory
+
+    wanted = config.model.weights
+    if wanted == "fp32" or (wanted == "auto" and not is_quantised(source)):
+        return False
+    reason = why_not_packed(source) or unavailable_reason(cache_directory(config.cache_dir))
+    if reason is None:
+        return True
+    if wanted == "packed":
+        raise ConfigError(f"model.weights 'packed' is not possible: {reason}")
+    _log.warning("serving fp32 weights, which is slower: %s", reason)
+    return False
+
+
+def _pool(config: EngineConfig, source: ModelSource, page_bytes: int) -> tuple[int, int]:
+    """(pages, longest context in tokens) that the configured memory holds."""
+    pages = config.cache.memory_bytes // page_bytes
+    if pages < 2:
+        raise ConfigError(
+            f"cache.memory_bytes {config.cache.memory_bytes} holds no page of this model ({page_bytes} bytes each, "
+            "and one is reserved)"
+        )
+    context = min(source.max_context_tokens, (pages - 1) * PAGE_TOKENS)
+    if context < source.max_context_tokens:
+        _log.warning(
+            "the context is limited to %d of the model's %d tokens by cache.memory_bytes", context, source.max_context_tokens
+        )
+    return pages, context
+
+
+def build_frontend(config: EngineConfig, engine: EngineClient) -> Frontend:
+    """The text side of the configured model, in front of an engine.
+
+    Raises:
+        ModelError: the tokenizer is missing or not supported.
+    """
+    from longturn.frontend.frontend import Frontend
+
+    return Frontend.of(resolve_source(config.model), engine)
+
+
+def served_model(config: EngineConfig) -> tuple[str, str, int]:
+    """(name, where it comes from, longest context in tokens) of the configured model."""
+    source = resolve_source(config.model)
+    return source.name, str(source.path), source.max_context_tokens
