@@ -84,21 +84,13 @@ class Frontend:
         self._templates = templates
 
     @classmethod
-    def of(
-        cls,
-        source: ModelSource,
-        engine: EngineClient,
-        memory: ConversationMemory | None = None,
-        *,
-        max_context_tokens: int | None = None,
-    ) -> Frontend:
+    def of(cls, source: ModelSource, engine: EngineClient, memory: ConversationMemory | None = None) -> Frontend:
         """The frontend of a checkpoint.
 
         Args:
             source: the checkpoint.
             engine: where its tokens are computed.
             memory: what remembers conversations; one with the default bounds if None.
-            max_context_tokens: the engine's limit, if that is lower than the checkpoint's.
 
         Raises:
             ModelError: its tokenizer or chat template is missing, damaged or not supported.
@@ -107,8 +99,7 @@ class Frontend:
         eos = dict.fromkeys(source.eos_token_ids)
         if tokenizer.eos_id is not None:
             eos[tokenizer.eos_id] = None
-        context = min(source.max_context_tokens, max_context_tokens or source.max_context_tokens)
-        limits = ModelLimits(context, source.vocab_size, tuple(eos))
+        limits = ModelLimits(source.max_context_tokens, source.vocab_size, tuple(eos))
         return cls(tokenizer, ChatTemplates.of(tokenizer), engine, limits, memory)
 
     # --- requests ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import importlib.util
 import logging
@@ -138,10 +139,13 @@ async def _serve(
         starting = asyncio.create_task(engine.start())
         try:
             # Whichever fails first says why; the other need not be waited for.
-            service, model = (await asyncio.gather(building, starting))[0]
+            (service, model), info = await asyncio.gather(building, starting)
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
+        # The page pool may hold less than the model's own context.
+        context = min(model.max_context_tokens, info.max_context_tokens)
+        model = dataclasses.replace(model, max_context_tokens=context)
         app = create_app(service, config, engine=engine, model=model)
         server = _Server(_uvicorn_config(app))
         await _listen(server, sock, lambda: on_ready(url_of(sock)))

@@ -1,0 +1,208 @@
+"""`longturn.LLM`: the same engine, frontend and configuration as the server, inside a Python program.
+
+    from longturn import LLM
+
+    with LLM() as llm:
+        print(llm.chat([{"role": "user", "content": "Name a colour."}], max_tokens=8).text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from longturn.assemble import build_engine, build_frontend
+from longturn.config import EngineConfig
+from longturn.engine.records import EngineStats, FinishReason, SamplingParams
+from longturn.errors import LongturnError
+from longturn.frontend.inprocess_engine import InProcessEngine
+from longturn.frontend.records import (
+    ChatPrompt,
+    Prompt,
+    TextChunk,
+    TextPrompt,
+    TextRequest,
+    TokenLogprob,
+    TokenPrompt,
+    Usage,
+)
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish: FinishReason
+    usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class LLM:
+    """A model in this process. Its methods block; several threads may call them, and their requests are batched."""
+
+    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None) -> None:
+        """
+        Args:
+            model: Hugging Face directory or GGUF file; what `config` names if None, the embedded model by default.
+            config: everything else; see `longturn.config`.
+
+        Raises:
+            ModelError: the model is missing, damaged or not supported.
+        """
+        self.config = config or EngineConfig()
+        if model is not None:
+            self.config = replace(self.config, model=replace(self.config.model, path=model))
+        self._numbers = itertools.count()
+        self._engine = InProcessEngine(build_engine(self.config))
+        try:
+            self._frontend = build_frontend(self.config, self._engine)
+        except LongturnError:
+            self._engine.close()
+            raise
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="longturn-llm", daemon=True)
+        self._thread.start()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        **sampling_options: Any,
+    ) -> list[Completion]:
+        """Continue texts, or sequences of token ids; all of them are computed together.
+
+        Args:
+            prompts: one text, several, or several sequences of token ids.
+            sampling: how to sample; by default temperature 1 up to the context's end.
+            stop: texts that end an answer.
+            ignore_eos: go on past the model's own end of text.
+            **sampling_options: fields of `SamplingParams` that replace those of `sampling`.
+
+        Raises:
+            RequestError: a value is out of range or a prompt is too long.
+        """
+        items: Sequence[str] | Sequence[Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
+        forms = [TextPrompt(p) if isinstance(p, str) else TokenPrompt(tuple(p)) for p in items]
+        requests = [self._request(form, sampling, sampling_options, stop, ignore_eos) for form in forms]
+        return self._run(requests)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+        session_id: str | None = None,
+        **sampling_options: Any,
+    ) -> Completion:
+        """Answer a conversation. A later call that adds messages to it reuses what has been computed."""
+        prompt = ChatPrompt(tuple(messages), tuple(tools))
+        return self._run([self._request(prompt, sampling, sampling_options, stop, False, session_id)])[0]
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+        session_id: str | None = None,
+        **sampling_options: Any,
+    ) -> Iterator[TextChunk]:
+        """Like `chat`, piece by piece. Closing the iterator ends the request."""
+        prompt = ChatPrompt(tuple(messages), tuple(tools))
+        request = self._request(prompt, sampling, sampling_options, stop, False, session_id)
+        pieces: queue.SimpleQueue[TextChunk | BaseException | None] = queue.SimpleQueue()
+
+        async def pump() -> None:
+            try:
+                async for chunk in self._frontend.generate(request):
+                    pieces.put(chunk)
+            except BaseException as error:
+                pieces.put(error)
+                raise
+            finally:
+                pieces.put(None)
+
+        future = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            future.cancel()
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of the engine."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """End the engine and its threads. Requests in flight are aborted."""
+        if self._thread.is_alive():
+            self._engine.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        options: Mapping[str, Any],
+        stop: Sequence[str],
+        ignore_eos: bool,
+        session_id: str | None = None,
+    ) -> TextRequest:
+        number = next(self._numbers)
+        base = sampling or SamplingParams(max_tokens=0, seed=self.config.seed + number)
+        return TextRequest(
+            request_id=f"llm-{number}",
+            prompt=prompt,
+            sampling=replace(base, **options),
+            stop=tuple(stop),
+            ignore_eos=ignore_eos,
+            session_id=session_id,
+        )
+
+    def _run(self, requests: Sequence[TextRequest]) -> list[Completion]:
+        async def together() -> list[Completion]:
+            return await asyncio.gather(*(_collect(self._frontend.generate(request)) for request in requests))
+
+        return asyncio.run_coroutine_threadsafe(together(), self._loop).result()
+
+
+async def _collect(chunks: AsyncIterator[TextChunk]) -> Completion:
+    text: list[str] = []
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    async for chunk in chunks:
+        text.append(chunk.text)
+        token_ids += chunk.token_ids
+        logprobs += chunk.logprobs
+        if chunk.finish is not None:
+            assert chunk.usage is not None
+            return Completion("".join(text), tuple(token_ids), chunk.finish, chunk.usage, tuple(logprobs))
+    raise LongturnError("the engine ended a request without a result")
