@@ -1,0 +1,230 @@
+"""Talk to a model in the terminal: a running server (--url), or one that is started for the conversation."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longturn.cli.options import add_config_flags, config_from_args, given
+from longturn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from longturn.bench.client import ChatClient
+    from longturn.bench.records import Answer
+
+HELP = """/reset  forget the conversation
+/stats  tokens and speed of the conversation so far
+/exit   leave (Ctrl-D does too); Ctrl-C stops an answer"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", help="a running server; one is started if left out")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer [512]")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, metavar="X", help="0 takes the most likely token [0.7]"
+    )
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="X", help="[0.95]")
+    add_config_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens must be at least 1, not {args.max_tokens}")
+    config = config_from_args(args)
+    with ExitStack() as stack:
+        if args.url is None:
+            from longturn.cli.local_server import local_server
+            from longturn.cli.terminal import Progress
+
+            progress = Progress("chat")
+            stack.callback(progress.close)
+            progress.waiting("starting the server")
+            url = stack.enter_context(local_server(config, on_wait=progress.tick))
+            progress.close()
+            model = None
+        else:
+            url, model = args.url, config.model.path
+        key = config.server.api_keys[0] if config.server.api_keys else None
+        sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p}
+        if given(args, "seed") is not None:
+            sampling["seed"] = given(args, "seed")
+        return _talk(url, model, key, args.system, sampling, as_json=args.json)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """Messages so far and what they cost."""
+
+    system: str | None
+    session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    turns: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def reset(self) -> None:
+        self.session_id = uuid.uuid4().hex
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def count(self, answer: Answer) -> None:
+        self.turns += 1
+        self.prompt_tokens += answer.prompt_tokens or 0
+        self.cached_tokens += answer.cached_tokens or 0
+        self.output_tokens += answer.output_tokens or 0
+
+
+def _talk(
+    url: str, model: str | None, key: str | None, system: str | None, sampling: dict[str, Any], *, as_json: bool
+) -> int:
+    from longturn.bench.client import ChatClient
+
+    conversation = _Conversation(system)
+    conversation.reset()
+    interactive = sys.stdin.isatty() and not as_json
+    failed = False
+    with asyncio.Runner() as runner, _history(interactive):
+        client = ChatClient(url, api_key=key)
+        runner.run(client.__aenter__())
+        try:
+            name = runner.run(client.choose_model(model))
+            if interactive:
+                print(f"{name} at {url}. /help lists commands.")
+            for line in _lines(interactive):
+                if line.startswith("/"):
+                    if not _command(line, conversation):
+                        break
+                    continue
+                body = {**sampling, "model": name}
+                failed = not _turn(runner, client, conversation, body, line, as_json) or failed
+        finally:
+            runner.run(client.__aexit__(None, None, None))
+    # A script that pipes its questions in needs to know; a person has seen the message.
+    return 1 if failed and not interactive else 0
+
+
+def _turn(
+    runner: asyncio.Runner,
+    client: ChatClient,
+    conversation: _Conversation,
+    body: dict[str, Any],
+    line: str,
+    as_json: bool,
+) -> bool:
+    """One question and its answer. Returns whether it succeeded; a failed one leaves no trace in the history."""
+    conversation.messages.append({"role": "user", "content": line})
+    pieces: list[str] = []
+
+    def show(text: str) -> None:
+        pieces.append(text)
+        if not as_json:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    body["messages"] = conversation.messages
+    try:
+        answer = runner.run(client.send(body, session_id=conversation.session_id, on_text=show))
+    except KeyboardInterrupt:
+        # The dropped connection makes the server abort the request; what was said so far stays.
+        print("\n[stopped]")
+        conversation.messages.append({"role": "assistant", "content": "".join(pieces)})
+        return True
+    if answer.error is not None:
+        conversation.messages.pop()
+        print(f"longturn: error: {answer.error}", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"error": answer.error}), flush=True)
+        return False
+    conversation.messages.append({"role": "assistant", "content": answer.text})
+    conversation.count(answer)
+    _show_cost(answer, as_json)
+    return True
+
+
+def _show_cost(answer: Answer, as_json: bool) -> None:
+    from longturn.bench.metrics import output_tokens_per_s, ttft_s
+
+    first, speed = ttft_s(answer), output_tokens_per_s(answer)
+    if as_json:
+        figures = {"ttft_s": first, "output_tokens_per_s": speed, "finish": answer.finish}
+        tokens = {"prompt_tokens": answer.prompt_tokens, "cached_tokens": answer.cached_tokens}
+        print(json.dumps({"text": answer.text, **tokens, "output_tokens": answer.output_tokens, **figures}), flush=True)
+        return
+    parts = [f"{answer.prompt_tokens or 0:,} prompt tokens, {answer.cached_tokens or 0:,} cached"]
+    parts.append(f"{answer.output_tokens or 0:,} output")
+    parts += [f"first token {first:.2f} s"] if first is not None else []
+    parts += [f"{speed:.1f} tok/s"] if speed is not None else []
+    text = f"[{', '.join(parts)}]"
+    print(f"\n\x1b[2m{text}\x1b[0m" if sys.stdout.isatty() else f"\n{text}", flush=True)
+
+
+def _command(line: str, conversation: _Conversation) -> bool:
+    """Do a slash command; returns whether the conversation goes on."""
+    match line.strip():
+        case "/exit" | "/quit":
+            return False
+        case "/reset":
+            conversation.reset()
+            print("forgotten")
+        case "/stats":
+            c = conversation
+            share = f" ({100 * c.cached_tokens / c.prompt_tokens:.0f} %)" if c.prompt_tokens else ""
+            print(f"{c.turns} turns: {c.prompt_tokens:,} prompt tokens, {c.cached_tokens:,} cached{share}, ", end="")
+            print(f"{c.output_tokens:,} output")
+        case "/help":
+            print(HELP)
+        case other:
+            print(f"unknown command {other}\n{HELP}")
+    return True
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """Questions, until the end of input. On a terminal Ctrl-C clears the line, as shells do."""
+    while True:
+        try:
+            line = input("\n> " if interactive else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print()
+            continue
+        if line.strip():
+            yield line
+
+
+@contextmanager
+def _history(interactive: bool) -> Iterator[None]:
+    """Line editing and a history that lasts, where Python has readline."""
+    if not interactive:
+        yield
+        return
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    from longturn.prepared import cache_directory
+
+    path = Path(cache_directory(None)) / "chat_history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    try:
+        yield
+    finally:
+        readline.set_history_length(1000)
+        # A history that cannot be kept is no reason to fail a conversation that has ended well.
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(path)

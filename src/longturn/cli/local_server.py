@@ -1,0 +1,130 @@
+"""A server of one's own, in a child process on a free port, for verbs that need one."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from longturn.config import EngineConfig
+from longturn.errors import LongturnError
+
+_POLL_S = 0.1
+_STOP_S = 15.0
+_PR_SET_PDEATHSIG = 1
+
+
+class ServerStartError(LongturnError):
+    """The child server ended, or did not become ready; the message has its own last line."""
+
+    exit_code = 6
+
+
+@contextmanager
+def local_server(
+    config: EngineConfig, *, on_wait: Callable[[], None] | None = None, timeout_s: float = 300.0
+) -> Iterator[str]:
+    """Run `longturn serve` with `config` on a free port of the loopback address; yields its URL once it is ready.
+
+    Args:
+        config: as it should be served; host and port are replaced.
+        on_wait: called several times a second until the server is ready.
+        timeout_s: longest time to wait for that; the first start prepares the model and compiles kernels.
+
+    Raises:
+        ServerStartError: it ended or was not ready in time.
+    """
+    port = free_port()
+    served = dataclasses.replace(config, server=dataclasses.replace(config.server, host="127.0.0.1", port=port))
+    with tempfile.TemporaryDirectory(prefix="longturn-") as folder:
+        config_path, log_path = Path(folder) / "config.yaml", Path(folder) / "server.log"
+        config_path.touch(mode=0o600)  # it may hold API keys
+        config_path.write_text(json.dumps(dataclasses.asdict(served)), encoding="utf-8")  # JSON is YAML
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "longturn.cli.main", "serve", "--config", str(config_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in the terminal is for the parent, which still has results to save.
+                start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_ready(process, url, log_path, on_wait, timeout_s)
+            yield url
+        finally:
+            _stop(process)
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: a parent that is killed outright must not leave a server behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait_ready(
+    process: subprocess.Popen[bytes], url: str, log_path: Path, on_wait: Callable[[], None] | None, timeout_s: float
+) -> None:
+    end = time.monotonic() + timeout_s
+    while not _is_ready(url):
+        if process.poll() is not None:
+            raise ServerStartError(f"the server could not start: {_last_line(log_path, process.returncode)}")
+        if time.monotonic() > end:
+            raise ServerStartError(f"the server was not ready in {timeout_s:g} s: {_last_line(log_path, None)}")
+        if on_wait is not None:
+            on_wait()
+        time.sleep(_POLL_S)
+
+
+def _is_ready(url: str) -> bool:
+    # No proxies: a proxy set for the outside would be asked for the loopback address.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _last_line(log_path: Path, code: int | None) -> str:
+    lines = [
+        line.strip() for line in log_path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+    ]
+    if lines:
+        return lines[-1].removeprefix("longturn: error: ")
+    if code is None:
+        return "it printed nothing"
+    return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask the server to end, and end its whole process group if it does not."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as reason:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(reason, KeyboardInterrupt):
+                raise

@@ -1,0 +1,132 @@
+"""`longturn VERB ...`: finds the verb, and turns errors into one line and an exit code.
+
+A verb's module is imported only when it is asked for, and imports what it needs when it runs, so that `--help` of any
+verb starts fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn, Protocol, cast
+
+from longturn.errors import ConfigError, LongturnError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+VERBS = {
+    "serve": "serve a model over HTTP",
+    "chat": "talk to a model in the terminal",
+    "demo": "replay an agent session with the prefix cache on and off, and write a page",
+    "bench": "measure a server: `bench replay` replays recorded agent sessions",
+    "inspect": "show what a checkpoint is: family, size, formats, cache bytes per token",
+    "convert": "rewrite a MiniMax-M3 checkpoint in BF16, MXFP8 or NVFP4",
+    "make-checkpoint": "write a random checkpoint in the shape of a real model",
+    "doctor": "check this machine: Python, PyTorch, compiler, model, cache directory",
+    "version": "print the version",
+}
+
+# Verbs whose module has another name than the verb.
+_MODULES = {"inspect": "inspect_model", "make-checkpoint": "make_checkpoint"}
+
+
+class Verb(Protocol):
+    """What a verb's module holds."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Returns the exit code. Raises LongturnError for what a user can mend."""
+        ...
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are ConfigErrors: one line, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+def verb_parser(name: str, prog: str, module: Verb, description: str) -> Parser:
+    """The parser of one verb, with the flags that every verb has."""
+    parser = Parser(prog=prog, description=description, allow_abbrev=False)
+    module.add_arguments(parser)
+    if len(parser._actions) > 25:  # argparse would print half a screen of flags before the first explanation
+        parser.usage = f"{prog} [DIR] [OPTION ...]" if _has_positional(parser) else f"{prog} [OPTION ...]"
+    common = parser.add_argument_group("every verb")
+    common.add_argument("--json", action="store_true", help="print JSON on standard output")
+    common.add_argument("--debug", action="store_true", help="show the stack trace of an error")
+    return parser
+
+
+def _has_positional(parser: argparse.ArgumentParser) -> bool:
+    return any(not action.option_strings for action in parser._actions)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; `sys.argv` if None.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Both flags also count where parsing itself fails.
+    as_json = "--json" in arguments
+    try:
+        return _run(arguments)
+    except LongturnError as error:
+        if "--debug" in arguments:
+            raise
+        print(f"longturn: error: {error}", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("longturn: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`). Python would complain again when it flushes at exit.
+        sys.stdout = None
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if arguments else 2
+    name, rest = arguments[0], arguments[1:]
+    if name in ("-V", "--version"):
+        name = "version"
+    if name not in VERBS:
+        raise ConfigError(f"unknown verb '{name}' (known: {', '.join(VERBS)})")
+    prog = f"longturn {name}"
+    if name == "bench":
+        if not rest or rest[0] in ("-h", "--help"):
+            print(
+                "usage: longturn bench replay ...\n\nverbs:\n  replay   replay recorded agent sessions against a server"
+            )
+            return 0 if rest else 2
+        if rest[0] != "replay":
+            raise ConfigError(f"unknown verb 'bench {rest[0]}' (known: bench replay)")
+        name, prog, rest = "replay", "longturn bench replay", rest[1:]
+    module = cast(Verb, import_module(f"longturn.cli.{_MODULES.get(name, name)}"))
+    parser = verb_parser(name, prog, module, (module.__doc__ or "").strip())
+    return module.run(parser.parse_args(rest))
+
+
+def _overview() -> str:
+    lines = ["usage: longturn VERB [OPTION ...]", "", "Serves large language models to agents.", "", "verbs:"]
+    lines += [f"  {name:<17}{text}" for name, text in VERBS.items()]
+    lines += ["", "`longturn VERB --help` shows a verb's options."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Flags of the configuration tree, made from the tree itself.
+
+Every setting `section.field` has the flag `--section-field`, and some have the name that users of other servers type
+from habit. Values are taken in this order, later ones win: defaults, `--config FILE.yaml`, flags, `--set a.b=c`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from longturn import config as config_module
+from longturn.config import EngineConfig, config_from_dict
+from longturn.errors import ConfigError
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "model.path": ("--model",),
+    "model.served_name": ("--served-model-name",),
+    "model.weights": ("--weights",),
+    "model.max_context_tokens": ("--max-model-len",),
+    "cache.memory_bytes": ("--kv-cache-memory-bytes",),
+    "cache.dtype": ("--kv-cache-dtype",),
+    "cache.prefix_caching": ("--enable-prefix-caching",),
+    "scheduler.max_running": ("--max-num-seqs",),
+    "scheduler.step_tokens": ("--max-num-batched-tokens",),
+    "executor.device": ("--device",),
+    "executor.threads": ("--threads",),
+    "server.host": ("--host",),
+    "server.port": ("--port",),
+    "server.api_keys": ("--api-key",),
+    "server.cors_origins": ("--allowed-origin",),
+}
+
+_DEST = "setting:"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One leaf of the configuration tree."""
+
+    name: str
+    """Dotted: `cache.memory_bytes`."""
+    hint: Any
+    """Its type, without `| None`."""
+    default: Any
+    help: str
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """All leaves of `EngineConfig`, in the order of their definition."""
+    return tuple(_leaves(EngineConfig, ""))
+
+
+def _leaves(cls: type, prefix: str) -> Iterator[Setting]:
+    hints = get_type_hints(cls)
+    texts = _field_texts().get(cls.__name__, {})
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if get_origin(hint) in (Union, types.UnionType):
+            hint = next(arg for arg in get_args(hint) if arg is not type(None))
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from _leaves(hint, f"{prefix}{field.name}.")
+        else:
+            yield Setting(f"{prefix}{field.name}", hint, field.default, texts.get(field.name, ""))
+
+
+@cache
+def _field_texts() -> dict[str, dict[str, str]]:
+    """Class name -> field name -> the docstring under the field; empty where the source is not at hand."""
+    try:
+        tree = ast.parse(inspect.getsource(config_module))
+    except OSError:
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, text in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
+                found.setdefault(node.name, {})[field.target.id] = inspect.cleandoc(str(text.value.value))
+    return found
+
+
+def add_config_flags(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    """Add a flag for every setting, `--config`, `--set` and (unless `positional` is False) the model's directory."""
+    if positional:
+        parser.add_argument(
+            "model_dir", nargs="?", metavar="DIR", help="model directory or GGUF file; the embedded model if left out"
+        )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings, nested as in `--set`")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        dest="sets",
+        help="any setting by its name, such as cache.prefix_caching=false; may be repeated",
+    )
+    groups: dict[str, Any] = {}
+    for setting in settings():
+        section = setting.name.rpartition(".")[0] or "general"
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
+        _add_flag(groups[section], setting)
+
+
+def _add_flag(group: Any, setting: Setting) -> None:
+    flags = [*ALIASES.get(setting.name, ()), "--" + setting.name.replace(".", "-").replace("_", "-")]
+    default = _default_text(setting)
+    help_text = textwrap.shorten(setting.help, 300).replace("%", "%%") + (f" [{default}]" if default else "")
+    common: dict[str, Any] = {"dest": _DEST + setting.name, "default": argparse.SUPPRESS, "help": help_text}
+    if setting.hint is bool:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
+    elif get_origin(setting.hint) is tuple:
+        group.add_argument(*flags, action="append", metavar="TEXT", **common)
+    elif get_origin(setting.hint) is Literal:
+        group.add_argument(*flags, choices=get_args(setting.hint), **common)
+    elif setting.hint is int and setting.name.endswith("_bytes"):
+        group.add_argument(*flags, type=byte_count, metavar="BYTES", **common)
+    else:
+        metavar = {int: "N", float: "X"}.get(setting.hint, "TEXT")
+        group.add_argument(*flags, type=setting.hint, metavar=metavar, **common)
+
+
+def _default_text(setting: Setting) -> str:
+    if setting.default is None or setting.default == ():
+        return ""
+    if setting.name.endswith("_bytes") and setting.default % (1 << 20) == 0:
+        return f"{setting.default >> 20}Mi"
+    return str(setting.default).lower() if setting.hint is bool else str(setting.default)
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes, with a unit if it has one: 1000000, 512M, 512MiB, 2Gi."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes such as 1000000, 512MiB or 2G")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def config_from_args(args: argparse.Namespace) -> EngineConfig:
+    """The configuration that the parsed flags stand for.
+
+    Raises:
+        ConfigError: an unreadable file, an unknown setting, a wrong type, or two models.
+    """
+    tree: dict[str, Any] = _read_yaml(Path(args.config)) if args.config is not None else {}
+    for dest, value in vars(args).items():
+        if dest.startswith(_DEST):
+            _put(tree, dest.removeprefix(_DEST), value)
+    model_dir = getattr(args, "model_dir", None)
+    if model_dir is not None:
+        named = getattr(args, _DEST + "model.path", None)
+        if named not in (None, model_dir):
+            raise ConfigError(f"two models: '{model_dir}' and --model '{named}'")
+        _put(tree, "model.path", model_dir)
+    for assignment in args.sets:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set needs NAME=VALUE, not '{assignment}'")
+        _put(tree, name.strip(), _scalar(name, text))
+    return config_from_dict(EngineConfig, tree)
+
+
+def given(args: argparse.Namespace, name: str) -> Any:
+    """The value that a setting's flag was given, or None: for verbs that use a flag for themselves too."""
+    return getattr(args, _DEST + name, None)
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *path, leaf = dotted.split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"unknown setting '{dotted}': '{part}' has no settings of its own")
+    tree[leaf] = value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise ConfigError(f"{path}: must hold settings by name, not {type(tree).__name__}")
+    return tree
+
+
+def _scalar(name: str, text: str) -> Any:
+    import yaml
+
+    if name.strip().endswith("_bytes") and not text.strip().isdigit():
+        try:
+            return byte_count(text)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"'{name}': {error}") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {name}: '{text}' is not a YAML value") from error

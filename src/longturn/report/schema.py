@@ -1,0 +1,190 @@
+"""The result file: everything a replay measured, and everything needed to run it again.
+
+Times are milliseconds and rates are tokens per second in the file; ratios are 0..1. A reader refuses versions that it
+does not know and fields that it does not expect: a result that is half understood is worse than none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from longturn.errors import LongturnError
+
+KIND = "longturn-replay"
+VERSION = 1
+
+
+class ResultError(LongturnError):
+    """A result file is missing, is not JSON, or does not follow the schema."""
+
+    exit_code = 2
+    http_status = 400
+
+
+class TurnResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of one session. Figures are None where the turn failed or the server did not tell."""
+
+    session: str
+    index: int
+    label: str
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    """None if the server reports no such count, which is not the same as 0."""
+    output_tokens: int | None
+    ttft_ms: float | None
+    itl_ms: float | None
+    """Mean time per output token after the first event, to the end of the response."""
+    e2e_ms: float
+    lag_ms: float
+    """How much later than scheduled the client sent the request."""
+    finish: str | None = None
+    error: str | None = None
+
+    @property
+    def output_tokens_per_s(self) -> float | None:
+        return 1000 / self.itl_ms if self.itl_ms else None
+
+
+class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    requests: int
+    errors: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    hit_rate: float | None
+    duration_ms: float
+    """First request's start to last successful answer's end, pauses included."""
+    ttft_sum_ms: float
+    ttft_p50_ms: float | None
+    ttft_p90_ms: float | None
+    itl_p50_ms: float | None
+    itl_p90_ms: float | None
+    e2e_p50_ms: float | None
+    e2e_p90_ms: float | None
+    interactivity_p50: float | None
+    interactivity_p90: float | None
+    """1 / P90(ITL): nine of ten responses are at least this fast."""
+    total_tokens_per_s: float | None
+    """Input (cached too) and output."""
+    output_tokens_per_s: float | None
+    lag_max_ms: float
+
+
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One pass over the sessions against one configuration."""
+
+    name: str
+    server: str
+    """How the server was started, or its address."""
+    turns: tuple[TurnResult, ...]
+    totals: Totals
+    partial: bool
+    """Turns are missing: interrupted, or ended by errors. Not comparable with a whole run."""
+
+
+class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where it ran. The client's machine; the server's too where both are one."""
+
+    longturn: str
+    python: str
+    torch: str | None
+    system: str
+    cpu: str
+    cores: int
+    memory_bytes: int | None
+
+
+class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    title: str
+    created: str
+    """UTC, ISO 8601."""
+    command: str
+    """What a reader types to measure it again."""
+    model: str
+    sessions: tuple[str, ...]
+    description: str
+    lanes: int
+    pause_scale: float
+    fixed_output: bool
+    separate_caches: bool
+    environment: Environment
+    runs: tuple[Run, ...]
+    """The run of interest first; a second one is its baseline."""
+    kind: str = KIND
+    version: int = VERSION
+
+    @property
+    def partial(self) -> bool:
+        return any(run.partial for run in self.runs)
+
+
+class _Header(msgspec.Struct):
+    """Enough of any result file to tell whether this code reads it."""
+
+    kind: str | None = None
+    version: int | None = None
+
+
+def to_json(result: Result) -> bytes:
+    """Indented UTF-8 JSON, the same bytes for the same result."""
+    return msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
+
+
+def from_json(data: bytes, name: str = "result") -> Result:
+    """The inverse of `to_json`.
+
+    Raises:
+        ResultError: not JSON, another kind or version of file, or a field that breaks the schema; names `name`.
+    """
+    try:
+        header = msgspec.json.decode(data, type=_Header)
+        if header.kind != KIND:
+            raise ResultError(f"{name}: not a {KIND} file (kind is {header.kind!r})")
+        if header.version != VERSION:
+            raise ResultError(f"{name}: schema version {header.version} is not known (this version reads {VERSION})")
+        return msgspec.json.decode(data, type=Result)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ResultError(f"{name}: {error}") from error
+
+
+def save_result(result: Result, path: Path) -> None:
+    """Write the file whole or not at all.
+
+    Raises:
+        ResultError: the folder cannot be written.
+    """
+    write_whole(path, to_json(result))
+
+
+def load_result(path: Path) -> Result:
+    """Read a result file.
+
+    Raises:
+        ResultError: it cannot be read or is no result.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ResultError(f"{path}: {error.strerror or error}") from error
+    return from_json(data, str(path))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it, creating its folder.
+
+    Raises:
+        ResultError: the folder cannot be written.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(data)
+        scratch.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise ResultError(f"cannot write {path}: {error.strerror or error}") from error

