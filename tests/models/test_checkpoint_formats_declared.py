@@ -36,7 +36,7 @@ def test_parts_cover_the_fused_module() -> None:
 def test_parts_that_differ_cannot_be_fused() -> None:
     config = quant_config(modelopt(mlp__gate_proj="MXFP8", mlp__up_proj="NVFP4"))
     assert config.declared(f"{LAYER}.mlp.up_proj") == Format.NVFP4
-    with pytest.raises(ModelError, match="different formats .gate_proj mxfp8, up_proj nvfp4"):
+    with pytest.raises(ModelError, match=r"different formats .gate_proj mxfp8, up_proj nvfp4"):
         config.declared(f"{LAYER}.mlp.gate_up_proj")
 
 
@@ -92,6 +92,29 @@ def test_compressed_tensors_groups() -> None:
 def test_nothing_declared() -> None:
     assert quant_config(None).declared("anything") is None
     assert quant_config(None).method == "none"
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"quantization": 4}, "quantization must be a mapping, not 4"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": []}, "no quantized_layers"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"x": "NVFP4"}},
+            "quantized_layers.x must be a mapping",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": "lm_head"}, "exclude_modules must be a list"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": None}}, "config_groups.g must be a mapping"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {}}, "ignore": ["re:("]},
+            "no regular expression",
+        ),
+        ({"quant_method": 8}, "quantisation '8' is not supported"),
+    ],
+)
+def test_malformed_declarations(declared: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        quant_config(declared)
 
 
 def test_groups_of_another_size() -> None:

@@ -216,7 +216,7 @@ def test_other_cache_types_stay_close(case: Case, kv_dtype: torch.dtype, bound: 
 
 
 def test_old_spelling_and_all_layers_sparse(tmp_path: Path) -> None:
-    """The configuration as published: lists of 0 and 1, rotary_dim alone, sparse attention in every layer as M3.1 has."""
+    """The configuration as published: lists of 0 and 1, rotary_dim alone; with M3.1's sparse attention everywhere."""
     oracle = make_oracle(tmp_path, {"layer_types": ["minimax_m3_sparse"] * LAYERS})
     old = {
         "hidden_act": "swigluoai",

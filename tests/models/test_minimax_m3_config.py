@@ -53,7 +53,10 @@ def test_layers_with_dense_attention_have_no_index_lane() -> None:
     """M3's first three layers."""
     freq = [0] * 3 + [1] * 57
     config = minimax_m3_config(
-        text(sparse_attention_config__sparse_attention_freq=freq, sparse_attention_config__sparse_disable_index_value=freq)
+        text(
+            sparse_attention_config__sparse_attention_freq=freq,
+            sparse_attention_config__sparse_disable_index_value=freq,
+        )
     )
     kv = minimax_m3_kv(config, FP8)
     assert kv.token_bytes == 61_440 + 57 * 128

@@ -19,6 +19,7 @@ from longturn.errors import ConfigError, ModelError
 from longturn.frontend.chat_template import ChatTemplates
 from longturn.frontend.records import ChatPrompt
 from longturn.frontend.tokenizer import load_tokenizer
+from longturn.models import minimax_m3
 from longturn.models.checkpoint.scheme import Scheme
 from longturn.models.inspect import inspect_model
 from longturn.models.make_checkpoint import PRESETS, make_checkpoint, preset_config, tensor_specs
@@ -103,36 +104,21 @@ def test_transformers_reads_it_alike(tiny: Path, tmp_path: Path) -> None:
     assert float((got - expected(oracle, ids)).abs().max()) < 1e-4
 
 
-def test_routing_is_near_uniform(tiny: Path) -> None:
+def test_routing_is_near_uniform(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(source(tiny))
     assert isinstance(model, MiniMaxM3)
-    ids = random.Random(1).choices(range(1024), k=2000)
     counts = []
-
-    class Watched(PagedRunner):
-        pass
-
-    runner = Watched(model, rows=1, max_tokens=2000)
-    original = torch.topk
-    c = model.config
-    # Follow the residual stream through the layers: route what each expert layer is given.
-    import longturn.models.minimax_m3 as module
 
     def counted(x: torch.Tensor, *args: Any) -> Any:
         routing = route(x, *args)
-        counts.append(torch.bincount(routing.experts.flatten(), minlength=c.experts))
+        counts.append(torch.bincount(routing.experts.flatten(), minlength=model.config.experts))
         return routing
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(module, "route", counted)
-    try:
-        runner.step({0: ids})
-    finally:
-        patch.undo()
-    assert original is torch.topk
-    assert len(counts) == sum(c.moe_layers)
+    monkeypatch.setattr(minimax_m3, "route", counted)
+    PagedRunner(model, rows=1, max_tokens=2000).step({0: random.Random(1).choices(range(1024), k=2000)})
+    assert len(counts) == sum(model.config.moe_layers)
     for count in counts:
-        share = count.float() / count.sum() * c.experts
+        share = count.float() / count.sum() * model.config.experts
         assert 0.5 < float(share.min()) and float(share.max()) < 1.6, share
 
 
@@ -224,7 +210,11 @@ def test_inspect_counts_what_a_token_uses(tiny: Path) -> None:
     experts = 3 * 8 * 3 * 64 * 128
     assert found.active_parameters == found.parameters - experts * 6 // 8
     sizes = {size.type: (size.kv_bytes_per_token, size.index_bytes_per_token) for size in found.cache}
-    assert sizes == {"bf16": (4 * 2 * 2 * 64, 3 * 64), "fp8": (4 * 2 * 2 * 32, 3 * 32), "nvfp4": (4 * 2 * 2 * 18, 3 * 32)}
+    assert sizes == {
+        "bf16": (4 * 2 * 2 * 64, 3 * 64),
+        "fp8": (4 * 2 * 2 * 32, 3 * 32),
+        "nvfp4": (4 * 2 * 2 * 18, 3 * 32),
+    }
 
 
 def test_a_preset_that_does_not_fit_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The paged CPU path of block-sparse attention against the plain reference, a brute-force selection and a dense mask."""
+"""The paged CPU path of block-sparse attention against the plain reference, a brute-force choice and a dense mask."""
 
 from __future__ import annotations
 

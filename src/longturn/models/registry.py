@@ -44,9 +44,7 @@ def _load_minimax_m3(
 ) -> CausalModel:
     assert isinstance(checkpoint, PublishedCheckpoint), "open_checkpoint decides"
     config = minimax_m3_config(source.config)
-    return load_minimax_m3(
-        config, checkpoint, dtype=dtype, kv_dtype=kv_dtype, device=device, release=checkpoint.release
-    )
+    return load_minimax_m3(config, checkpoint, dtype=dtype, kv_dtype=kv_dtype, device=device)
 
 
 FAMILIES: Mapping[str, Loader] = {

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from longturn.ops.attention import AttentionPlan
 from longturn.ops.kv_lane import Lane
-from longturn.ops.msa import BLOCK_TOKENS, index_block_scores, select_blocks
+from longturn.ops.msa import BLOCK_TOKENS, select_blocks
 
-SCORE_ELEMENTS = 1 << 22
-"""Index scores held at once (16 MiB of fp32): long prompts are scanned a slice of queries at a time."""
+SCAN_ELEMENTS = 1 << 19
+"""Index keys read at once, and scores held at once (2 MiB of fp32 each): the scan stays in the processor's cache."""
 GATHER_QUERIES = 8
 """Up to so many queries of a row, each reads its own blocks; above, each block is read once for all that chose it."""
 
@@ -88,17 +88,28 @@ def choose_blocks(
         positions: int64 [n], ascending.
     """
     n, heads, width = index_query.shape
-    keys = index_key.read(pages, torch.float32).reshape(-1, width)
-    chosen = torch.empty((n, heads, selection.top), dtype=torch.int64)
-    slice_queries = max(1, SCORE_ELEMENTS // (heads * len(keys)))
-    for begin in range(0, n, slice_queries):
-        at = positions[begin : begin + slice_queries]
-        seen = keys[: int(at[-1]) + 1]  # storage past the context may hold anything, NaN too
-        scores = index_block_scores(index_query[begin : begin + slice_queries], seen, at)
-        chosen[begin : begin + slice_queries] = select_blocks(
-            scores, at, selection.top, selection.init, selection.local
-        )
-    return chosen
+    queries = index_query.to(torch.float32)
+    scores = torch.full((n, heads, len(pages)), float("-inf"))
+    scan_pages = max(1, SCAN_ELEMENTS // (BLOCK_TOKENS * width))
+    for begin in range(0, len(pages), scan_pages):
+        keys = index_key.read(pages[begin : begin + scan_pages], torch.float32).reshape(-1, width)
+        slice_queries = max(1, SCAN_ELEMENTS // (heads * len(keys)))
+        first = int(torch.searchsorted(positions, begin * BLOCK_TOKENS))  # earlier queries see nothing of these pages
+        for at in range(first, n, slice_queries):
+            part = slice(at, min(at + slice_queries, n))
+            scores[part, :, begin : begin + scan_pages] = _block_scores(
+                queries[part], keys, positions[part] - begin * BLOCK_TOKENS
+            )
+    return select_blocks(scores, positions, selection.top, selection.init, selection.local)
+
+
+def _block_scores(queries: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """Best score [n, H, S / 128] of each block of keys [S, di], for queries [n, H, di]."""
+    scores = (queries.flatten(0, 1) @ keys.T).view(len(queries), queries.shape[1], -1)
+    if int(positions[0]) < len(keys) - 1:
+        # What lies after a query may be anything, NaN too where a page is not full.
+        scores.masked_fill_((torch.arange(len(keys)) > positions[:, None])[:, None, :], float("-inf"))
+    return scores.view(len(queries), queries.shape[1], -1, BLOCK_TOKENS).amax(-1)
 
 
 def _dense(query: Tensor, key: Lane, value: Lane, pages: Tensor, context: int) -> Tensor:

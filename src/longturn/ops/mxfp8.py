@@ -30,6 +30,10 @@ class Mxfp8Weight:
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
+    def clone(self) -> Mxfp8Weight:
+        """A copy that does not depend on a mapped file."""
+        return Mxfp8Weight(self.values.clone(), self.scales.clone())
+
     def dequantize(self) -> Tensor:
         """fp32 [out, in]; exact but where the product is below fp32's normal range."""
         values = self.values.to(torch.float32)

@@ -41,6 +41,10 @@ class Nvfp4Weight:
     def shape(self) -> tuple[int, int]:
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
+    def clone(self) -> Nvfp4Weight:
+        """A copy that does not depend on a mapped file."""
+        return Nvfp4Weight(self.packed.clone(), self.scales.clone(), self.global_scale.clone(), self.global_divides)
+
     def block_scales(self) -> Tensor:
         """Factor of each block of 16, fp32 [out, in / 16]."""
         scales = self.scales.to(torch.float32)

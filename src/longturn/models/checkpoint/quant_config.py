@@ -103,7 +103,7 @@ def quant_config(declared: Mapping[str, Any] | None) -> QuantConfig:
     if not declared:
         return QuantConfig("none")
     if "quantization" in declared:  # hf_quant_config.json wraps what config.json has flat
-        declared = {"quant_method": "modelopt", **declared["quantization"]}
+        declared = {"quant_method": "modelopt", **_mapping(declared["quantization"], "quantization")}
     method = declared.get("quant_method")
     if method == "mxfp8":
         return _minimax(declared)
@@ -131,13 +131,14 @@ def _minimax(declared: Mapping[str, Any]) -> QuantConfig:
 
 def _modelopt(declared: Mapping[str, Any]) -> QuantConfig:
     algorithm = declared.get("quant_algo")
-    layers = declared.get("quantized_layers") or {}
+    layers = _mapping(declared.get("quantized_layers") or {}, "quantized_layers")
     excluded = _texts(declared.get("exclude_modules") or declared.get("ignore") or [], "exclude_modules")
     rules = [Rule(re.compile(fnmatch.translate(glob)), Format.PLAIN) for glob in excluded]
     if algorithm == "MIXED_PRECISION":
-        if not isinstance(layers, Mapping) or not layers:
+        if not layers:
             raise ModelError("quantisation MIXED_PRECISION has no quantized_layers")
-        for name, entry in layers.items():
+        for name, value in layers.items():
+            entry = _mapping(value, f"quantized_layers.{name}")
             group = entry.get("group_size")
             form = _algorithm(str(entry.get("quant_algo")), f"quantized_layers.{name}")
             if form == Format.NVFP4 and group not in (None, 16):
@@ -156,13 +157,14 @@ def _algorithm(name: str, where: str) -> Format:
 
 def _compressed_tensors(declared: Mapping[str, Any]) -> QuantConfig:
     rules = [Rule(_target(text), Format.PLAIN) for text in _texts(declared.get("ignore") or [], "ignore")]
-    groups = declared.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    groups = _mapping(declared.get("config_groups") or {}, "config_groups")
+    if not groups:
         raise ModelError("quantisation compressed-tensors has no config_groups")
     formats: list[Format] = []
     wide: list[Rule] = []
-    for name, group in groups.items():
-        form = _scheme(name, group.get("weights") or {})
+    for name, value in groups.items():
+        group = _mapping(value, f"config_groups.{name}")
+        form = _scheme(name, _mapping(group.get("weights") or {}, f"config_groups.{name}.weights"))
         formats.append(form)
         for target in _texts(group.get("targets") or [], f"config_groups.{name}.targets"):
             # A class of modules says less than a name does, so it counts last.
@@ -191,6 +193,12 @@ def _target(text: str) -> re.Pattern[str]:
         except re.error as error:
             raise ModelError(f"quantisation target '{text}' is no regular expression ({error})") from error
     return re.compile(re.escape(text))
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ModelError(f"{where} must be a mapping, not {value!r}")
+    return value
 
 
 def _texts(value: Any, where: str) -> Sequence[str]:

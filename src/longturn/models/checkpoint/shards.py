@@ -151,7 +151,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             header = json.loads(stream.read(length))
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:  # bad JSON, bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8
         raise ModelError(f"{file}: damaged safetensors file (header is no JSON: {error})") from error
     if not isinstance(header, dict):
         raise ModelError(f"{file}: damaged safetensors file (header is not a JSON object)")
@@ -164,7 +164,7 @@ def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTen
     try:
         dtype, shape = str(entry["dtype"]), tuple(int(extent) for extent in entry["shape"])
         begin, end = (data + int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"{file}: damaged safetensors file (entry of tensor {name}: {error!r})") from error
     if not data <= begin <= end <= size or min(shape, default=0) < 0:
         raise ModelError(

@@ -84,5 +84,6 @@ class ShardWriter:
             return
         path = self._directory / f"shard-{len(self._shards) + 1}.safetensors"
         save_file(self._pending, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # the library makes files that only their owner can read
         self._shards.append((path, list(self._pending)))
         self._pending, self._pending_bytes = {}, 0
