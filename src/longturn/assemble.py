@@ -101,9 +101,8 @@ def _pool(config: EngineConfig, source: ModelSource, page_bytes: int) -> tuple[i
         )
     context = min(source.max_context_tokens, (pages - 1) * PAGE_TOKENS)
     if context < source.max_context_tokens:
-        _log.warning(
-            "the context is limited to %d of the model's %d tokens by cache.memory_bytes", context, source.max_context_tokens
-        )
+        limits = (context, source.max_context_tokens)
+        _log.warning("the context is limited to %d of the model's %d tokens by cache.memory_bytes", *limits)
     return pages, context
 
 

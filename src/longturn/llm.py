@@ -1,9 +1,9 @@
 """`longturn.LLM`: the same engine, frontend and configuration as the server, inside a Python program.
 
-    from longturn import LLM
+from longturn import LLM
 
-    with LLM() as llm:
-        print(llm.chat([{"role": "user", "content": "Name a colour."}], max_tokens=8).text)
+with LLM() as llm:
+    print(llm.chat([{"role": "user", "content": "Name a colour."}], max_tokens=8).text)
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from types import TracebackType
 from typing import Any
 
 from longturn.assemble import build_engine, build_frontend
-from longturn.config import EngineConfig
+from longturn.config import EngineConfig, check_config
 from longturn.engine.records import EngineStats, FinishReason, SamplingParams
 from longturn.errors import LongturnError
 from longturn.frontend.inprocess_engine import InProcessEngine
+from longturn.frontend.parsers.base import join_calls
 from longturn.frontend.records import (
     ChatPrompt,
     Prompt,
@@ -30,6 +31,8 @@ from longturn.frontend.records import (
     TextRequest,
     TokenLogprob,
     TokenPrompt,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 
@@ -45,6 +48,10 @@ class Completion:
     finish: FinishReason
     usage: Usage
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    """What a reasoning model thought before a chat's answer."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls that a chat's answer makes, if it was given tools and the model has a parser for them."""
 
 
 class LLM:
@@ -58,10 +65,12 @@ class LLM:
 
         Raises:
             ModelError: the model is missing, damaged or not supported.
+            ConfigError: a setting has the wrong type, is out of range, or does not fit the model.
         """
-        self.config = config or EngineConfig()
+        given = config or EngineConfig()
         if model is not None:
-            self.config = replace(self.config, model=replace(self.config.model, path=model))
+            given = replace(given, model=replace(given.model, path=model))
+        self.config = check_config(given)
         self._numbers = itertools.count()
         self._engine = InProcessEngine(build_engine(self.config))
         try:
@@ -185,6 +194,8 @@ class LLM:
             stop=tuple(stop),
             ignore_eos=ignore_eos,
             session_id=session_id,
+            split_reasoning=isinstance(prompt, ChatPrompt),
+            parse_tools=isinstance(prompt, ChatPrompt) and bool(prompt.tools),
         )
 
     def _run(self, requests: Sequence[TextRequest]) -> list[Completion]:
@@ -198,11 +209,23 @@ async def _collect(chunks: AsyncIterator[TextChunk]) -> Completion:
     text: list[str] = []
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []
+    reasoning: list[str] = []
+    calls: list[ToolCallDelta] = []
     async for chunk in chunks:
         text.append(chunk.text)
+        reasoning.append(chunk.reasoning)
+        calls += chunk.tool_calls
         token_ids += chunk.token_ids
         logprobs += chunk.logprobs
         if chunk.finish is not None:
             assert chunk.usage is not None
-            return Completion("".join(text), tuple(token_ids), chunk.finish, chunk.usage, tuple(logprobs))
+            return Completion(
+                text="".join(text),
+                token_ids=tuple(token_ids),
+                finish=chunk.finish,
+                usage=chunk.usage,
+                logprobs=tuple(logprobs),
+                reasoning="".join(reasoning),
+                tool_calls=join_calls(calls),
+            )
     raise LongturnError("the engine ended a request without a result")

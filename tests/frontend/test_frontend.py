@@ -332,7 +332,6 @@ def test_frontend_of_the_embedded_model(embedded_source: ModelSource) -> None:
     made = frontend.prepare(text_request(ChatPrompt(({"role": "user", "content": "hi"},))))
     assert made.engine_request.sampling.stop_token_ids == (2,)
     assert made.engine_request.sampling.max_tokens == embedded_source.max_context_tokens - made.prompt_tokens
-    engine = fake_frontend(answering([]))[1]
     assert frontend.tokenizer.decode(unpack_tokens(made.engine_request.prompt), skip_special_tokens=False).endswith(
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )

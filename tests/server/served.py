@@ -41,9 +41,11 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: Any, config: EngineConfig | None = None, cached_tokens: int = 0) -> AsyncIterator[Served]:
+async def serving(
+    engine: Any, config: EngineConfig | None = None, cached_tokens: int = 0, service: Any = None
+) -> AsyncIterator[Served]:
     config = config or EngineConfig()
-    service = ByteService(engine, cached_tokens)
+    service = service or ByteService(engine, cached_tokens)
     app = create_app(service, config, engine=engine, model=ServedModel("mock", CONTEXT, 1, "/models/mock"))
     sock = bind(ServerConfig(port=0))
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))

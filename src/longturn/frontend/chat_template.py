@@ -7,6 +7,7 @@ values only. What a template may rely on is set by `transformers.utils.chat_temp
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,23 @@ class ChatTemplates:
             # A template computes with what the client sent, so any Python error may come of it; it is the request
             # that does not fit the template, whatever the type.
             raise RequestError(f"the chat template refuses these messages: {_line(error)}", param="messages") from error
+
+
+def with_reasoning(prompt: ChatPrompt, known: Mapping[int, str]) -> ChatPrompt | None:
+    """A conversation with reasoning put back where a client has left it out; None if it has left out nothing.
+
+    Few clients send reasoning back, though templates of reasoning models want it in a loop of tool calls. Where a
+    client sends the field, also an empty one, that is what counts.
+
+    Args:
+        prompt: the conversation.
+        known: what the model has thought, by the index of its message.
+    """
+    messages = list(prompt.messages)
+    for index, reasoning in known.items():
+        if all(messages[index].get(name) is None for name in _REASONING_FIELDS):
+            messages[index] = {**messages[index], "reasoning_content": reasoning}
+    return None if messages == list(prompt.messages) else dataclasses.replace(prompt, messages=tuple(messages))
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,10 +68,12 @@ class Turn:
     """What the output's ids stand for, without the stop token."""
     end_text: str
     """Text of the stop token at the end of `ids`; empty if there is none."""
+    reasoning: str = ""
+    """What the client was given as reasoning, and may not send back."""
 
     @property
     def nbytes(self) -> int:
-        return _ENTRY_BYTES + len(self.ids) + 16 * len(self.page_hashes) + 4 * len(self.text)
+        return _ENTRY_BYTES + len(self.ids) + 16 * len(self.page_hashes) + 4 * (len(self.text) + len(self.reasoning))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,12 @@ class ConversationMemory:
                 if key is not None and (latest := self._get(key)) is not None:
                     break
         return Found(found, is_last, latest)
+
+    def reasoning(self, history: History) -> dict[int, str]:
+        """Reasoning of the answers in a history that are remembered, by the index of their message."""
+        self._expire()
+        turns = {count - 1: self._get(history.keys[count]) for count in reversed(history.answers)}
+        return {index: turn.reasoning for index, turn in turns.items() if turn is not None and turn.reasoning}
 
     def remember(self, history: History, answer: Mapping[str, Any], turn: Turn) -> None:
         """Keep a finished turn: `history` is the request's, `answer` the message that the client will send back."""

@@ -7,6 +7,7 @@ incremental UTF-8 decoder, which holds back an unfinished character and turns by
 from __future__ import annotations
 
 import codecs
+from collections.abc import Collection
 
 from longturn.frontend.tokenizer import Tokenizer
 
@@ -16,16 +17,26 @@ class Detokenizer:
 
     __slots__ = ("_decoder", "_skip", "_strip", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continues: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        keep: Collection[str] = (),
+    ) -> None:
         """
         Args:
             tokenizer: where token bytes come from.
             skip_special_tokens: control tokens give no text.
             continues: the text continues other text, so that a space at its start stays.
+            keep: control tokens that give text all the same, because a parser looks for them.
         """
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        if self._skip and keep:
+            self._skip -= {token_id for token in keep if (token_id := tokenizer.token_id(token)) is not None}
         self._strip = tokenizer.strips_leading_space and not continues
 
     def push(self, token_id: int) -> str:

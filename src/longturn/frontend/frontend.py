@@ -14,7 +14,7 @@ from longturn.config import PAGE_TOKENS
 from longturn.engine.hashing import page_hashes, salt_key
 from longturn.engine.records import EngineRequest, FinishReason, SamplingParams, pack_tokens, unpack_tokens
 from longturn.errors import EngineDeadError, LongturnError, RequestError
-from longturn.frontend.chat_template import ChatTemplates
+from longturn.frontend.chat_template import ChatTemplates, with_reasoning
 from longturn.frontend.conversation import (
     ConversationMemory,
     Found,
@@ -27,6 +27,8 @@ from longturn.frontend.conversation import (
 )
 from longturn.frontend.engine_client import EngineClient
 from longturn.frontend.output import OutputText
+from longturn.frontend.parsers.output import OutputParser
+from longturn.frontend.parsers.registry import OutputFormat, output_format
 from longturn.frontend.records import ChatPrompt, Prompt, TextChunk, TextPrompt, TextRequest, TokenPrompt
 from longturn.frontend.tokenizer import Tokenizer, load_tokenizer
 from longturn.frontend.validate import ModelLimits, check_prompt_tokens, check_request
@@ -76,21 +78,40 @@ class Frontend:
         engine: EngineClient,
         limits: ModelLimits,
         memory: ConversationMemory | None = None,
+        output: OutputFormat | None = None,
     ) -> None:
+        """
+        Args:
+            tokenizer: the model's.
+            templates: its chat templates.
+            engine: where tokens are computed.
+            limits: what bounds a request.
+            memory: what remembers conversations; one with the default bounds if None.
+            output: how the model writes reasoning and tool calls; None leaves both in the text.
+        """
         self.tokenizer = tokenizer
         self.limits = limits
         self.memory = memory if memory is not None else ConversationMemory()
         self.engine = engine
         self._templates = templates
+        self._output = output or OutputFormat()
 
     @classmethod
-    def of(cls, source: ModelSource, engine: EngineClient, memory: ConversationMemory | None = None) -> Frontend:
+    def of(
+        cls,
+        source: ModelSource,
+        engine: EngineClient,
+        memory: ConversationMemory | None = None,
+        *,
+        output: OutputFormat | None = None,
+    ) -> Frontend:
         """The frontend of a checkpoint.
 
         Args:
             source: the checkpoint.
             engine: where its tokens are computed.
             memory: what remembers conversations; one with the default bounds if None.
+            output: how the model writes reasoning and tool calls; what its architecture says if None.
 
         Raises:
             ModelError: its tokenizer or chat template is missing, damaged or not supported.
@@ -100,7 +121,8 @@ class Frontend:
         if tokenizer.eos_id is not None:
             eos[tokenizer.eos_id] = None
         limits = ModelLimits(source.max_context_tokens, source.vocab_size, tuple(eos))
-        return cls(tokenizer, ChatTemplates.of(tokenizer), engine, limits, memory)
+        output = output or output_format(source.architecture)
+        return cls(tokenizer, ChatTemplates.of(tokenizer), engine, limits, memory, output)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +140,9 @@ class Frontend:
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """Chunks of the answer as it is written; the last one has `finish` and `usage`.
 
-        A chunk may have tokens and no text (half a character, the beginning of a stop string, a control token).
+        A chunk may have tokens and no text (half a character, the beginning of a stop string or of a tool call, a
+        control token). Reasoning and tool calls are given apart where the request asks for it and the model has
+        parsers for them.
         Closing the iterator ends the request in the engine.
 
         Raises:
@@ -134,7 +158,11 @@ class Frontend:
             ids = self._encode(draft)
         prepared = self._prepared(request, draft, ids)
         state = OutputText(
-            self.tokenizer, request, prompt_tokens=prepared.prompt_tokens, diverged_at=prepared.diverged_at
+            self.tokenizer,
+            request,
+            prompt_tokens=prepared.prompt_tokens,
+            diverged_at=prepared.diverged_at,
+            parser=OutputParser.of(self._output, request, prepared.rendered),
         )
         prompt_ids: tuple[int, ...] | None = tuple(unpack_tokens(prepared.engine_request.prompt))
         outputs = self.engine.generate(prepared.engine_request)
@@ -201,6 +229,8 @@ class Frontend:
         history = history_of(
             prompt, tenant=request.tenant, cache_salt=request.cache_salt, session_id=request.session_id
         )
+        if (restored := with_reasoning(prompt, self.memory.reasoning(history))) is not None:
+            rendered = self._templates.render(restored)
         found = self.memory.find(history)
         plain = _Draft(rendered, "messages", rendered=rendered, history=history, found=found)
         turn = found.turn
@@ -271,6 +301,7 @@ class Frontend:
         if finish not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         kept, text = state.kept()
+        message = state.message()
         end_text = ""
         if state.stop_token_id is not None and (end_text := self.tokenizer.special_text(state.stop_token_id)):
             kept = [*kept, state.stop_token_id]
@@ -283,8 +314,9 @@ class Frontend:
             prompt_digest=text_digest(prepared.rendered),
             text=text,
             end_text=end_text,
+            reasoning=message.get("reasoning_content", ""),
         )
-        self.memory.remember(history, {"role": "assistant", "content": state.text}, turn)
+        self.memory.remember(history, message, turn)
 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

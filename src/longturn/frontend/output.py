@@ -1,9 +1,12 @@
-"""Engine outputs of one request to text chunks: detokenising, stop strings, log-probabilities, usage."""
+"""Engine outputs of one request to text chunks: detokenising, stop strings, parsers, log-probabilities, usage."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from longturn.engine.records import FinishReason, RequestOutput, TokenLogprobs
 from longturn.frontend.detokenizer import Detokenizer
+from longturn.frontend.parsers.output import OutputParser, OutputPiece
 from longturn.frontend.records import TextChunk, TextPrompt, TextRequest, TokenLogprob, TokenPrompt, Usage
 from longturn.frontend.stop import StopFinder, StopResult
 from longturn.frontend.tokenizer import Tokenizer
@@ -12,17 +15,33 @@ from longturn.frontend.tokenizer import Tokenizer
 class OutputText:
     """State of one request's output."""
 
-    def __init__(self, tokenizer: Tokenizer, request: TextRequest, *, prompt_tokens: int, diverged_at: int | None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: TextRequest,
+        *,
+        prompt_tokens: int,
+        diverged_at: int | None,
+        parser: OutputParser | None = None,
+    ) -> None:
+        self._parser = parser
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens
         self._diverged_at = diverged_at
         self._min_tokens = request.sampling.min_tokens
         continues = isinstance(request.prompt, (TextPrompt, TokenPrompt))
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens, continues=continues)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=request.skip_special_tokens,
+            continues=continues,
+            keep=() if parser is None else parser.markers,
+        )
         self._stops = StopFinder(request.stop, include_stop_text=request.include_stop_text)
         self._parts: list[str] = []
         self._chars = 0
         self._ends: list[int] = []
+        self._marks: list[int] = []
+        """Characters of text after each token, unfinished ones not counted."""
         self._ids: list[int] = []
         self._cached_tokens = 0
         self._cut = False
@@ -39,6 +58,7 @@ class OutputText:
             self._ids.append(token_id)
             piece = self._detokenizer.push(token_id)
             self._chars += len(piece)
+            self._marks.append(self._chars)
             # Where a character is unfinished no text ends with this token, so the output cannot be cut behind it.
             self._ends.append(self._chars if self._detokenizer.whole else -1)
             result = self._find(piece)
@@ -58,8 +78,11 @@ class OutputText:
         text = "".join(parts)
         if text:
             self._parts.append(text)
+        parsed = self._parsed(text, last=finish is not None)
         return TextChunk(
-            text=text,
+            text=parsed.content,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.calls,
             token_ids=output.token_ids[:used],
             logprobs=tuple(map(self._logprob, output.token_ids[:used], output.logprobs)),
             finish=finish,
@@ -70,8 +93,12 @@ class OutputText:
 
     @property
     def text(self) -> str:
-        """All text so far."""
+        """All text so far, as the model wrote it."""
         return "".join(self._parts)
+
+    def message(self) -> dict[str, Any]:
+        """The whole answer as the message that the client will send back."""
+        return {"role": "assistant", "content": self.text} if self._parser is None else self._parser.message()
 
     def kept(self) -> tuple[list[int], str]:
         """The output tokens that the text keeps, and the text that exactly these stand for.
@@ -90,12 +117,34 @@ class OutputText:
         # As elsewhere, stop strings end nothing before `min_tokens`.
         return StopResult(piece) if len(self._ids) < self._min_tokens else self._stops.push(piece)
 
+    def _parsed(self, text: str, *, last: bool) -> OutputPiece:
+        if self._parser is None:
+            return OutputPiece(text)
+        piece = self._parser.push(text)
+        if not last:
+            return piece
+        rest = self._parser.finish()
+        return OutputPiece(piece.content + rest.content, piece.reasoning + rest.reasoning, (*piece.calls, *rest.calls))
+
+    def _reasoning_tokens(self) -> int:
+        """Tokens that have text in the reasoning; those of its markers alone do not count."""
+        first, end = (0, 0) if self._parser is None else self._parser.reasoning_span
+        if first >= end:
+            return 0
+        begins = [0, *self._marks]
+        # A token without text of its own (a part of a character) counts where its character will stand.
+        return sum(
+            begin < end and (mark > first or begin == mark == first)
+            for begin, mark in zip(begins, self._marks, strict=False)
+        )
+
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=len(self._ids) + (self.stop_token_id is not None),
             cached_tokens=self._cached_tokens,
             diverged_at=self._diverged_at,
+            reasoning_tokens=self._reasoning_tokens(),
         )
 
     def _logprob(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprob:

@@ -46,6 +46,10 @@ class TextRequest:
     ignore_eos: bool = False
     include_stop_text: bool = False
     skip_special_tokens: bool = True
+    split_reasoning: bool = False
+    """Of a chat: give reasoning apart from the text, if the model has a parser for it."""
+    parse_tools: bool = False
+    """Of a chat: give tool calls apart from the text, if the model has a parser for them."""
     session_id: str | None = None
     cache_salt: str | None = None
     tenant: str | None = None
@@ -66,6 +70,27 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a tool call. Those with one index make one call: their fields, each joined in order."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    """Of the whole call: a JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A whole tool call."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    """A JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int
@@ -73,6 +98,8 @@ class Usage:
     diverged_at: int | None = None
     """First prompt token that differs from what the conversation's earlier turns left in the cache, where the history
     was edited; None where this turn extends the last one or the conversation is new."""
+    reasoning_tokens: int = 0
+    """Of `completion_tokens`, those of the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +107,7 @@ class TextChunk:
     """A piece of the answer. The texts of all chunks add up to the whole; the last one has `finish` and `usage`."""
 
     text: str = ""
+    """All that the model wrote, or what is left for the reader where reasoning and tool calls are given apart."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] | None = None
@@ -89,3 +117,5 @@ class TextChunk:
     """The stop string that ended the output, if one did."""
     usage: Usage | None = None
     times: RequestTimes | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()

@@ -45,7 +45,7 @@ class StopFinder:
             end, begin, stop = min(found)
             self._held = ""
             return StopResult(text[: end if self._include else begin], stop)
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return StopResult(text[: len(text) - keep])
 
@@ -55,8 +55,8 @@ class StopFinder:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop` (and not all of it)."""
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop` (and not all of it): what must be held back."""
     first = stop[0]
     at = text.find(first, max(0, len(text) - len(stop) + 1))
     while at >= 0:

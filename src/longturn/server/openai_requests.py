@@ -97,6 +97,11 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
     return build_chat_prompt(request.messages, request.tools, kwargs, request.add_generation_prompt)
 
 
+def parses_tools(request: ChatRequest) -> bool:
+    """Whether the answer may have tool calls; what looks like one is text otherwise."""
+    return bool(request.tools) and request.tool_choice != "none"
+
+
 def build_chat_prompt(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,

@@ -10,7 +10,8 @@ import msgspec
 
 from longturn.engine.records import FinishReason
 from longturn.errors import LongturnError
-from longturn.frontend.records import TextChunk, TokenLogprob, Usage
+from longturn.frontend.parsers.base import join_calls
+from longturn.frontend.records import TextChunk, TokenLogprob, ToolCall, ToolCallDelta, Usage
 
 _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
@@ -45,6 +46,7 @@ def usage_object(usages: Sequence[Usage | None], prompts: int) -> dict[str, Any]
     leaders = [usage for usage in usages[:: max(1, len(usages) // prompts)] if usage is not None]
     prompt_tokens = sum(usage.prompt_tokens for usage in leaders)
     completion_tokens = sum(usage.completion_tokens for usage in known)
+    reasoning_tokens = sum(usage.reasoning_tokens for usage in known)
     # Always there, also when 0: a client cannot tell "no hit" from "not known" otherwise.
     details: dict[str, Any] = {"cached_tokens": sum(usage.cached_tokens for usage in leaders)}
     diverged = next((usage.diverged_at for usage in leaders if usage.diverged_at is not None), None)
@@ -55,17 +57,20 @@ def usage_object(usages: Sequence[Usage | None], prompts: int) -> dict[str, Any]
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": details,
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 
-def finish_reason(finish: FinishReason | None) -> str | None:
-    """OpenAI's word for the end of a choice.
+def finish_reason(finish: FinishReason | None, *, called: bool = False) -> str | None:
+    """OpenAI's word for the end of a choice; `called` is whether it has tool calls, which end it unless it was cut off.
 
     Raises:
         LongturnError: the executor failed on the request, so there is no answer.
     """
     if finish is FinishReason.ERROR:
         raise LongturnError("the model could not be computed for this request")
+    if called and finish is FinishReason.STOP:
+        return "tool_calls"
     return None if finish is None else finish.value
 
 
@@ -121,20 +126,46 @@ def whole_answer(answer: Answer, choices: Sequence[Sequence[TextChunk]]) -> byte
 def _whole_choice(answer: Answer, index: int, chunks: Sequence[TextChunk]) -> dict[str, Any]:
     text = "".join(chunk.text for chunk in chunks)
     tokens = [token for chunk in chunks for token in chunk.logprobs]
+    calls = join_calls(delta for chunk in chunks for delta in chunk.tool_calls)
     choice: dict[str, Any] = {"index": index}
     if answer.chat:
-        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        choice["message"] = _message(text, "".join(chunk.reasoning for chunk in chunks), calls)
         choice["logprobs"] = chat_logprobs(tokens) if answer.logprobs else None
     else:
         choice["text"] = text
         choice["logprobs"] = completion_logprobs(tokens, 0) if answer.logprobs else None
-    choice["finish_reason"] = finish_reason(chunks[-1].finish)
+    choice["finish_reason"] = finish_reason(chunks[-1].finish, called=bool(calls))
     choice["stop_reason"] = chunks[-1].stop_text
     if answer.token_ids:
         choice["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
         if not answer.chat:
             choice["prompt_token_ids"] = chunks[0].prompt_token_ids
     return choice
+
+
+def _message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    # A message that only calls tools has no content, which is not the same as an empty one.
+    message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
+    if reasoning:
+        message |= _reasoning(reasoning)
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """OpenAI's chat API has no field for reasoning; half of the clients read the one name and half the other."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
+    function: dict[str, str] = {"arguments": delta.arguments}
+    if not delta.name:
+        return {"index": delta.index, "function": function}
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": {"name": delta.name, **function}}
 
 
 @dataclass(slots=True)
@@ -148,6 +179,8 @@ class EventWriter:
     _head: bytes = field(init=False)
     _tail: bytes = field(init=False)
     _usages: list[Usage | None] = field(init=False)
+    _called: list[bool] = field(init=False)
+    """Whether each choice has tool calls."""
     _offsets: list[int] = field(init=False)
     """Characters of each choice's text so far."""
 
@@ -159,6 +192,7 @@ class EventWriter:
         # OpenAI's server shows a null usage in every event when the last one has it.
         self._tail = b',"usage":null}\n\n' if answer.stream_usage else b"}\n\n"
         self._usages = [None] * answer.choices
+        self._called = [False] * answer.choices
         self._offsets = [0] * answer.choices
 
     def opening(self) -> bytes:
@@ -170,12 +204,16 @@ class EventWriter:
     def chunk(self, index: int, chunk: TextChunk) -> bytes:
         if chunk.usage is not None:
             self._usages[index] = chunk.usage
-        finish = finish_reason(chunk.finish)
+        if chunk.tool_calls:
+            self._called[index] = True
+        finish = finish_reason(chunk.finish, called=self._called[index])
         has_content = bool(chunk.text or chunk.logprobs or (self.answer.token_ids and chunk.token_ids))
         if not self.answer.chat:
             end = _encode(finish)
-            return self._content(index, chunk, end) if has_content or finish is not None else b""
-        events = self._content(index, chunk, b"null") if has_content else b""
+            if not has_content and finish is None:
+                return b""
+            return self._content(index, chunk, end, b'"text":' + _encode(chunk.text))
+        events = b"".join(self._deltas(index, chunk)) if has_content or chunk.reasoning or chunk.tool_calls else b""
         if finish is not None:
             extra = b"" if chunk.stop_text is None else b',"stop_reason":' + _encode(chunk.stop_text)
             events += self._event(index, b'"delta":{}', _encode(finish), extra)
@@ -187,9 +225,23 @@ class EventWriter:
         usage = _encode(usage_object(self._usages, self.answer.prompts))
         return self._head + b',"choices":[],"usage":' + usage + b"}\n\n" + DONE
 
-    def _content(self, index: int, chunk: TextChunk, finish: bytes) -> bytes:
-        text = _encode(chunk.text)
-        body = b'"delta":{"content":' + text + b"}" if self.answer.chat else b'"text":' + text
+    def _deltas(self, index: int, chunk: TextChunk) -> Iterable[bytes]:
+        """Events of a chat's chunk, each with one kind of content; what belongs to its tokens is in the first."""
+        deltas: list[dict[str, Any]] = []
+        if chunk.reasoning:
+            deltas.append(_reasoning(chunk.reasoning))
+        if chunk.text or not (chunk.reasoning or chunk.tool_calls):
+            deltas.append({"content": chunk.text})
+        if chunk.tool_calls:
+            deltas.append({"tool_calls": [_call_delta(delta) for delta in chunk.tool_calls]})
+        for number, delta in enumerate(deltas):
+            body = b'"delta":' + _encode(delta)
+            if number == 0:
+                yield self._content(index, chunk, b"null", body)
+            else:
+                yield self._event(index, body, b"null", b',"logprobs":null')
+
+    def _content(self, index: int, chunk: TextChunk, finish: bytes, body: bytes) -> bytes:
         extra = b""
         if self.answer.logprobs and chunk.logprobs:
             if self.answer.chat:

@@ -79,7 +79,14 @@ class OpenAIRoutes:
         logprobs = requests.chat_logprobs(body)
         prompt = requests.chat_prompt(body)
         return await self._generate(
-            http, body, [prompt], "chat.completion", requests.chat_max_tokens(body), logprobs, "chatcmpl"
+            http,
+            body,
+            [prompt],
+            "chat.completion",
+            requests.chat_max_tokens(body),
+            logprobs,
+            "chatcmpl",
+            parse_tools=requests.parses_tools(body),
         )
 
     async def completions(self, http: Request) -> Response | ASGIApp:
@@ -135,6 +142,8 @@ class OpenAIRoutes:
         max_tokens: int,
         logprobs: int | None,
         prefix: str,
+        *,
+        parse_tools: bool = False,
     ) -> Response | ASGIApp:
         requests.check_model(body.model, self.model.name)
         requests.check_common(body)
@@ -160,6 +169,8 @@ class OpenAIRoutes:
             ignore_eos=bool(body.ignore_eos),
             include_stop_text=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
+            split_reasoning=answer.chat,
+            parse_tools=parse_tools,
             session_id=body.session_id or http.headers.get("x-session-id"),
             cache_salt=body.cache_salt,
             tenant=http.scope["state"]["tenant"],

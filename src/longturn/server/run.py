@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from longturn.config import EngineConfig, ServerConfig
+from longturn.config import EngineConfig, ServerConfig, check_config
 from longturn.errors import LongturnError
 from longturn.frontend.remote_engine import DEFAULT_FACTORY, RemoteEngine
 from longturn.server.app import create_app
@@ -96,6 +96,7 @@ def serve(
         KeyboardInterrupt: after SIGINT, when everything has been ended.
     """
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    config = check_config(config)
     build = build_service or _default_build()
     sock = bind(config.server)
     try:

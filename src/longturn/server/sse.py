@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 FIRST_CHUNK_GRACE_S = 2.0
 """The answer's head waits this long for a first chunk, so that a refused request gets its proper status."""
 KEEP_ALIVE_S = 15.0
-"""Pause between comments while a long prompt is computed; proxies cut connections that stay silent."""
+"""Pause between comments while nothing can be shown; proxies cut connections that stay silent."""
+_WAITING = b": waiting\n\n"
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -66,8 +67,16 @@ class EventStream:
                 first = await self._first(send)
                 if first is not None:
                     await _send(send, self._encoder.chunk(*first))
+                    loop = asyncio.get_running_loop()
+                    sent_s = loop.time()
                     async for index, chunk in self._events:
-                        await _send(send, self._encoder.chunk(index, chunk))
+                        event = self._encoder.chunk(index, chunk)
+                        # A tool call is sent when it is whole, which may take a while.
+                        if not event and loop.time() - sent_s >= KEEP_ALIVE_S:
+                            event = _WAITING
+                        if event:
+                            sent_s = loop.time()
+                        await _send(send, event)
             last = self._encoder.closing()
         except LongturnError as error:
             if not self._started:
@@ -94,7 +103,7 @@ class EventStream:
             while not first.done():
                 await asyncio.wait({first}, timeout=KEEP_ALIVE_S)
                 if not first.done():
-                    await _send(send, b": waiting\n\n")
+                    await _send(send, _WAITING)
             return first.result()
         finally:
             # The generator cannot be closed while this task is still inside it.

@@ -1,0 +1,1 @@
+"""What a model writes, taken apart: reasoning, visible text and tool calls, piece by piece as the text comes."""

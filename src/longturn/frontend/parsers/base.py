@@ -1,0 +1,88 @@
+"""What every parser of model output is: pieces of text in, pieces of something more useful out.
+
+The one rule that all of them keep: the pieces add up to the same result however the text is cut, one character at a
+time or all at once. So a parser holds text back only while what follows could still change its meaning, and no parser
+refuses a text: what it cannot read is given back as the text that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from longturn.frontend.records import ToolCall, ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """A piece of reasoning, then a piece of what is meant for the reader (tool calls still in it)."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPiece:
+    """A piece of visible text, and pieces of tool calls."""
+
+    content: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolText:
+    """A whole text taken apart."""
+
+    content: str
+    calls: tuple[ToolCall, ...]
+
+
+class ReasoningParser(Protocol):
+    """Separates reasoning from the answer. One object reads one output, and is used up by `finish`."""
+
+    def push(self, text: str) -> ReasoningPiece:
+        """What is certain after more text."""
+        ...
+
+    def finish(self) -> ReasoningPiece:
+        """What was held back, at the end of the output."""
+        ...
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Where the reasoning lies in the text so far: first character and one past the last, without its markers."""
+        ...
+
+
+class ToolParser(Protocol):
+    """Separates tool calls from visible text. One object reads one output, and is used up by `finish`."""
+
+    def push(self, text: str) -> ToolPiece:
+        """What is certain after more text."""
+        ...
+
+    def finish(self) -> ToolPiece:
+        """What was held back, at the end of the output."""
+        ...
+
+
+def parse_reasoning(parser: ReasoningParser, text: str) -> ReasoningPiece:
+    """The reasoning and the rest of a whole text."""
+    first, last = parser.push(text), parser.finish()
+    return ReasoningPiece(first.reasoning + last.reasoning, first.content + last.content)
+
+
+def parse_tools(parser: ToolParser, text: str) -> ToolText:
+    """The visible text and the tool calls of a whole text."""
+    first, last = parser.push(text), parser.finish()
+    return ToolText(first.content + last.content, join_calls((*first.calls, *last.calls)))
+
+
+def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """Whole calls from their pieces, in the order of their indices."""
+    calls: dict[int, ToolCall] = {}
+    for delta in deltas:
+        known = calls.get(delta.index, ToolCall())
+        calls[delta.index] = ToolCall(known.id + delta.id, known.name + delta.name, known.arguments + delta.arguments)
+    return tuple(calls[index] for index in sorted(calls))
