@@ -1,0 +1,63 @@
+"""Compilation: once, atomically, and with an error that names the fix."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longturn.kernels.cpu import build as cpu_build
+from longturn.kernels.cpu.build import KernelBuildError
+
+
+def test_second_build_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cpu_build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    first = cpu_build.build(tmp_path)
+    made = first.stat().st_mtime_ns
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(cpu_build, "_compile", forbidden)
+    assert cpu_build.build(tmp_path) == first
+    assert first.stat().st_mtime_ns == made
+    assert list(first.parent.iterdir()) == [first], "scratch files were left"
+    with pytest.raises(AssertionError):  # other flags are another library
+        cpu_build.build(tmp_path, defines=("LONGTURN_GENERIC",))
+
+
+def test_missing_compiler_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_build, "find_compiler", lambda: None)
+    reason = cpu_build.unavailable_reason(tmp_path)
+    assert reason is not None and "install g++ or clang++" in reason and "\n" not in reason
+
+
+def test_failed_compilation_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    if cpu_build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    with pytest.raises(KernelBuildError, match=r"could not compile the CPU kernels: .*error") as caught:
+        cpu_build.build(tmp_path, arch=("-march=no-such-processor",))
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_unwritable_directory_is_named(tmp_path: Path) -> None:
+    if cpu_build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(KernelBuildError, match=r"cannot write compiled CPU kernels to .*file"):
+        cpu_build.build(blocker)
+
+
+def test_package_imports_neither_torch_nor_the_web() -> None:
+    code = (
+        "import sys, longturn.kernels.cpu.native;"
+        "bad = {'torch', 'msgspec', 'zmq', 'starlette', 'pydantic', 'gguf'} & set(sys.modules);"
+        "sys.exit(repr(bad) if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
