@@ -93,12 +93,22 @@ def test_every_way_gives_the_same_tokens(embedded_model: None, weights: str) -> 
     check("chunked", found)
     chunked.close()
 
-    # Prompts of two pages grow to three; six usable pages admit three requests and cannot finish them together.
+
+@pytest.mark.parametrize("weights", ["packed", "fp32"])
+def test_preempted_requests_resume_with_the_same_tokens(embedded_model: None, weights: str) -> None:
+    # Two prompts of two pages that end on four each, more than admission expects; six pages are to be had.
+    texts, length = prompts(2, 250, seed=2), 140
     tight = engine(weights, pages=7, step_tokens=256, expected_output_tokens=1)
-    unshared = [EngineRequest(r.request_id, r.prompt, (), r.sampling) for r in batch("tight")]
-    found, _, preemptions = run(tight, unshared)
-    check("tight", found)
+    requests = [
+        EngineRequest(f"{i}", pack_tokens(text), (), SamplingParams(max_tokens=length, temperature=0.5, seed=i))
+        for i, text in enumerate(texts)
+    ]
+    together, _, preemptions = run(tight, requests)
     assert preemptions > 0, "the pool was meant to be too small"
+    for item in requests:
+        alone, _, again = run(tight, [item])
+        assert again == 0
+        assert alone[item.request_id] == together[item.request_id]
     tight.close()
 
 

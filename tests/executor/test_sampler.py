@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from longturn.engine.records import SamplingParams
-from longturn.executor.sampler import NonFiniteLogits, SamplingState, _truncate, logprobs_of, sample, uniform
+from longturn.executor.sampler import NonFiniteLogits, SamplingState, _truncate, logprobs_of, race, sample, uniforms
 
 VOCAB = 64
 
@@ -72,13 +72,33 @@ def test_frequencies_follow_the_softmax() -> None:
     assert chi2 < 63 + 5 * math.sqrt(2 * 63)  # mean and spread of chi-square with 63 degrees of freedom
 
 
-def test_uniform_is_uniform_and_has_no_serial_pattern() -> None:
-    values = np.array([uniform(seed, position) for seed in range(40) for position in range(500)])
-    assert 0.0 <= values.min() and values.max() < 1.0
-    assert abs(values.mean() - 0.5) < 0.01
-    histogram = np.bincount((values * 20).astype(int), minlength=20)
-    assert histogram.min() > 850 and histogram.max() < 1150
-    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
+def test_numbers_are_uniform_and_have_no_pattern() -> None:
+    ids = np.arange(500, dtype=np.uint32)
+    values = np.array([[uniforms(seed, position, ids) for position in range(20)] for seed in range(10)])
+    assert values.min() > 0.0 and values.max() < 1.0
+    deciles = np.bincount((values.ravel() * 10).astype(int), minlength=10)
+    assert deciles.min() > 9_700 and deciles.max() < 10_300
+    for shifted in (values[1:], values[:, 1:], values[:, :, 1:]):  # neighbours in seed, position, id
+        original = values[tuple(slice(n) for n in shifted.shape)]
+        assert abs(np.corrcoef(original.ravel(), shifted.ravel())[0, 1]) < 0.02
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.01, 1.0, 10.0]), st.integers(1, 200))
+def test_the_race_equals_taking_every_logarithm(seed: int, scale: float, count: int) -> None:
+    rng = np.random.default_rng(seed)
+    weights, numbers = np.exp(-scale * rng.exponential(size=count)), rng.uniform(1e-9, 1 - 1e-9, count)
+    weights[rng.uniform(size=count) < 0.3] = 0.0
+    weights[rng.integers(count)] = 1.0
+    assert race(weights, numbers) == int((weights / -np.log1p(-numbers)).argmax())
+
+
+def test_rounding_in_the_logits_hardly_ever_changes_a_draw() -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.normal(0, 0.5, 20_000).astype(np.float32)
+    noisy = logits + rng.normal(0, 1e-5, 20_000).astype(np.float32)
+    state = fresh(params(seed=1), vocab=20_000)
+    changed = sum(sample(logits, state, p)[0] != sample(noisy, state, p)[0] for p in range(300))
+    assert changed <= 1
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:

@@ -1,8 +1,10 @@
 """Choosing the next token of one sequence from its logits (numpy, for the CPU executor).
 
-A draw depends on (seed, position, logits) alone, never on the batch: one uniform number is hashed from seed and
-position and looked up in the cumulative distribution. So a request samples the same tokens alone, in a batch, and
-resumed after preemption.
+A draw depends on (seed, position, logits) alone, never on the batch: every token gets an exponential random number
+hashed from seed, position and its own id, and the least ratio of that number to the token's weight wins (an exponential
+race; the token i wins with probability weight_i / sum of weights). So a request samples the same tokens alone, in a
+batch, and resumed after preemption; where arithmetic differs in the last bits, as on a GPU, only near-ties can change,
+while a lookup in the cumulative distribution would shift with every rounding before it.
 
 Truncation follows Hugging Face's order: penalties, temperature, top-k, top-p (on what top-k left), min-p.
 """
@@ -85,15 +87,39 @@ class SamplingState:
         return self.generated < self.params.min_tokens and bool(self.params.stop_token_ids)
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from (seed, position): splitmix64 finaliser (Steele, Lea, Flood 2014) over both."""
+def uniforms(seed: int, position: int, ids: npt.NDArray[np.uint32]) -> Doubles:
+    """Random numbers in (0, 1), one for each token id, from (seed, position, id).
+
+    Seed and position are mixed by the splitmix64 finaliser (Steele, Lea, Flood 2014), ids by murmur3's 32-bit one.
+    """
     x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) & _MASK
     for _ in range(2):
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-        x ^= x >> 31
-        x = (x + 0x9E3779B97F4A7C15) & _MASK
-    return (x >> 11) / float(1 << 53)
+        x = ((x ^ (x >> 31)) + 0x9E3779B97F4A7C15) & _MASK
+    h = ids * np.uint32(0x9E3779B1)
+    for key in (x & 0xFFFFFFFF, x >> 32):
+        h ^= np.uint32(key)
+        h ^= h >> np.uint32(16)
+        h *= np.uint32(0x85EBCA6B)
+        h ^= h >> np.uint32(13)
+        h *= np.uint32(0xC2B2AE35)
+        h ^= h >> np.uint32(16)
+    result: Doubles = (h.astype(np.float64) + 0.5) * 2.0**-32
+    return result
+
+
+def race(weights: Doubles, numbers: Doubles) -> int:
+    """Index of the largest weight / -log(1 - u), u from `uniforms`: index i with probability weight_i / sum.
+
+    -log(1 - u) is at least u, so weight / u is an upper bound that needs no logarithm: the few indices whose bound
+    reaches the exact value of the best bound are all that can win.
+    """
+    bounds = weights / numbers
+    first = int(bounds.argmax())
+    reached = weights[first] / -math.log1p(-float(numbers[first]))
+    rivals = np.flatnonzero(bounds >= reached)
+    return int(rivals[(weights[rivals] / -np.log1p(-numbers[rivals])).argmax()])
 
 
 def sample(logits: Floats, state: SamplingState, position: int) -> tuple[int, TokenLogprobs | None]:
@@ -117,7 +143,7 @@ def sample(logits: Floats, state: SamplingState, position: int) -> tuple[int, To
     if params.temperature == 0.0:
         token = int(adjusted.argmax())
     else:
-        token = _draw(adjusted, params, uniform(params.seed, position))
+        token = _draw(adjusted, params, position)
     if params.logprobs is None:
         return token, None
     return token, logprobs_of(logits, token, params.logprobs)
@@ -145,28 +171,16 @@ def _adjust(logits: Floats, state: SamplingState) -> Floats:
     return out
 
 
-def _draw(logits: Floats, params: SamplingParams, u: float) -> int:
+def _draw(logits: Floats, params: SamplingParams, position: int) -> int:
     top = float(logits.max())
     if not math.isfinite(top):
         raise NonFiniteLogits("every token is ruled out")
     # Tiny temperatures are argmax; dividing by them would overflow.
     weights = np.exp((logits.astype(np.float64) - top) / max(params.temperature, 1e-6))
     if not (params.top_k or params.top_p < 1.0 or params.min_p > 0.0):
-        return _pick(weights, None, u)
+        return race(weights, uniforms(params.seed, position, np.arange(len(weights), dtype=np.uint32)))
     ids = _truncate(weights, params)
-    return _pick(weights[ids], ids, u)
-
-
-def _pick(weights: Doubles, ids: Ints | None, u: float) -> int:
-    cumulative = np.cumsum(weights)
-    index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-    index = min(index, len(weights) - 1)
-    if ids is None:
-        # Rounding at the very end must not choose a token of weight zero.
-        while weights[index] == 0.0:
-            index -= 1
-        return index
-    return int(ids[index])
+    return int(ids[race(weights[ids], uniforms(params.seed, position, ids.astype(np.uint32)))])
 
 
 def _truncate(weights: Doubles, params: SamplingParams) -> Ints:
