@@ -48,9 +48,10 @@ def expert(x: Tensor, w13: Tensor, w2: Tensor, form: SwigluOai) -> Tensor:
 def moe(
     x: Tensor, routing: Routing, w13: Tensor, w2: Tensor, shared_w13: Tensor, shared_w2: Tensor, form: SwigluOai
 ) -> Tensor:
-    """Routed experts plus the shared one, fp32 [T, n]: w13 [E, 2i, n], w2 [E, n, i], shared_w13 [2s, n], shared_w2 [n, s]."""
+    """Routed experts plus the shared one, fp32 [T, n]: w13 [E, 2i, n], w2 [E, n, i], shared_w13 [2s, n], shared_w2 [n,
+    s]."""
     out = expert(x, shared_w13, shared_w2, form)
-    for number in routing.experts.unique().tolist():
+    for number in sorted(set(routing.experts.flatten().tolist())):
         token, slot = (routing.experts == number).nonzero(as_tuple=True)
         part = expert(x[token], w13[number], w2[number], form) * routing.weights[token, slot][:, None]
         out = out.index_add(0, token, part)

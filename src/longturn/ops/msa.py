@@ -1,9 +1,9 @@
 """MiniMax Sparse Attention: a reference that is plainly right (arXiv:2606.13392).
 
 Each query scores every earlier token with a small index head, keeps the best score of each block of 128 *absolute*
-positions, chooses 16 blocks for each key/value head and attends exactly to the tokens of those blocks. Functions take one
-sequence whose keys are contiguous; `gather_pages` makes them so from a paged cache. All of it is differentiable except the
-choice itself.
+positions, chooses 16 blocks for each key/value head and attends exactly to the tokens of those blocks. Functions take
+one sequence whose keys are contiguous; `gather_pages` makes them so from a paged cache. All of it is differentiable
+except the choice itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ BLOCK_TOKENS = 128
 
 
 def gather_pages(lane: Tensor, pages: Tensor) -> Tensor:
-    """Contiguous keys [S, heads, d] of one sequence, from a lane [all pages, heads, 128, d] and page ids [n]; S = 128 n."""
+    """Contiguous keys [S, heads, d] of one sequence, from a lane [all pages, heads, 128, d] and page ids [n]; S = 128
+    n."""
     chosen = lane[pages.long()]
     return chosen.transpose(1, 2).reshape(-1, lane.shape[1], lane.shape[3])
 
@@ -24,15 +25,15 @@ def gather_pages(lane: Tensor, pages: Tensor) -> Tensor:
 def index_block_scores(index_q: Tensor, index_k: Tensor, positions: Tensor) -> Tensor:
     """Best index score of each block, fp32 [T, H, B] with B = ceil(S / 128).
 
-    index_q [T, H, d], one head for each key/value head; index_k [S, d], one head shared by all; positions int [T] absolute.
-    Scores are unscaled dot products in fp32; a token after the query's own position counts as -inf.
+    index_q [T, H, d], one head for each key/value head; index_k [S, d], one head shared by all; positions int [T]
+    absolute. Scores are unscaled dot products in fp32; a token after the query's own position counts as -inf.
     """
     scores = torch.einsum("thd,sd->ths", index_q.float(), index_k.float())
     token = torch.arange(index_k.shape[0], device=index_k.device)
     scores = scores.masked_fill((token[None, :] > positions[:, None])[:, None, :], float("-inf"))
     missing = -index_k.shape[0] % BLOCK_TOKENS
     scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
-    return scores.unflatten(-1, (-1, BLOCK_TOKENS)).amax(-1)
+    return scores.view(*scores.shape[:2], -1, BLOCK_TOKENS).amax(-1)
 
 
 def select_blocks(

@@ -1,0 +1,346 @@
+"""A whole decode step of MiniMax-M3's shape on random weights: the kernels of `longturn.kernels` chained in one CUDA
+graph.
+
+This is a measuring stand for kernels and the gaps between them, not the executor: rows, page tables and weights are
+fixed at construction, and sampling is greedy. `reference_step` computes the same step in fp32 with the references of
+`longturn.ops`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from longturn.kernels.moe_few import MoePlan, MoeScratch, moe_few_tokens
+from longturn.kernels.moe_one import MoeOnePlan, moe_one_token
+from longturn.kernels.msa_decode import msa_decode
+from longturn.kernels.msa_plan import DecodeRows, MsaNorms, MsaPlan, MsaScratch, MsaShape
+from longturn.kernels.pages import PageLayout
+from longturn.kernels.small_linear import LinearPlan, small_linear
+from longturn.kernels.step_edges import begin_step, greedy_step
+from longturn.ops.gemma_norm import gemma_rms_norm
+from longturn.ops.moe import SwigluOai, expert, moe, route
+from longturn.ops.msa import gather_pages, index_block_scores, select_blocks, sparse_attention
+
+HEAD_DIM, ROTARY_DIM, EXPERTS, TOP_EXPERTS, SCALING, VOCAB = 128, 64, 128, 4, 2.0, 200_064
+STREAM_BYTES_PER_S = 4.4e12
+"""Read-only streaming bandwidth of the card; ../shared/reference/h200.md."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Widths of a model; the first layer's MLP is dense."""
+
+    hidden: int
+    q_heads: int
+    inter: int
+    dense: int
+    layers: int
+    kv_heads: int = 4
+
+    @property
+    def projected(self) -> int:
+        return (self.q_heads + 3 * self.kv_heads + 1) * HEAD_DIM
+
+
+PRESETS = {
+    "mini60": Preset(hidden=2048, q_heads=32, inter=512, dense=6144, layers=60),
+    "slice8": Preset(hidden=6144, q_heads=64, inter=3072, dense=12288, layers=8),
+}
+
+
+def floor_ms(p: Preset, rows: int, context: int) -> float:
+    """Bytes one step must read, at the streaming bandwidth: uniform routing, bf16 weights, cache and index key."""
+    distinct = EXPERTS * (1 - (1 - TOP_EXPERTS / EXPERTS) ** rows)
+    moe_layers = p.layers - 1
+    weights = p.layers * (p.projected + p.q_heads * HEAD_DIM) * p.hidden + VOCAB * p.hidden + 3 * p.hidden * p.dense
+    weights += moe_layers * ((distinct + 1) * 3 * p.hidden * p.inter + 2 * EXPERTS * p.hidden)
+    blocks = min(16, context // 128 + 1)
+    cache = p.layers * rows * (context * HEAD_DIM + blocks * 128 * p.kv_heads * 2 * HEAD_DIM)
+    return 2 * (weights + cache) / STREAM_BYTES_PER_S * 1e3
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one layer; a dense layer has `w13` and `w2` of one expert, which are the shared ones."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    heads: MsaNorms
+    o: Tensor
+    post_norm: Tensor
+    router: Tensor
+    bias: Tensor
+    w13: Tensor
+    w2: Tensor
+    shared_w13: Tensor
+    shared_w2: Tensor
+    top: int
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a sweep varies."""
+
+    pdl: bool = True
+    no_pdl: frozenset[str] = frozenset()
+    qkv: LinearPlan = field(default_factory=LinearPlan)
+    o: LinearPlan = field(default_factory=LinearPlan)
+    head: LinearPlan = field(default_factory=LinearPlan)
+    moe_one: MoeOnePlan | None = None
+    msa: MsaPlan | None = None
+    moe: MoePlan = field(default_factory=MoePlan)
+    parts: frozenset[str] = frozenset({"qkv", "msa", "o", "moe", "head"})
+
+    def uses_pdl(self, part: str) -> bool:
+        return self.pdl and part not in self.no_pdl
+
+
+def random_weight(*shape: int, scale: float, device: str) -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device=device).normal_(0.0, scale)
+
+
+def random_layer(p: Preset, dense: bool, device: str = "cuda") -> Layer:
+    """Weights whose products keep unit size; the router's logits spread enough that routing is near uniform."""
+    h, i = p.hidden, p.dense if dense else p.inter
+    attention = p.q_heads * HEAD_DIM
+
+    def norm(n: int) -> Tensor:
+        return random_weight(n, scale=0.1, device=device)
+
+    router = torch.randn(EXPERTS, h, device=device) * h**-0.5
+    s13 = random_weight(2 * i, h, scale=h**-0.5, device=device)
+    s2 = random_weight(h, i, scale=0.3 * i**-0.5, device=device)
+    return Layer(
+        norm(h), random_weight(p.projected, h, scale=h**-0.5, device=device),
+        MsaNorms(*(norm(HEAD_DIM) for _ in range(4))),
+        random_weight(h, attention, scale=0.3 * attention**-0.5, device=device), norm(h),
+        router, torch.randn(EXPERTS, device=device) * 0.01,
+        s13[None] if dense else random_weight(EXPERTS, 2 * i, h, scale=h**-0.5, device=device),
+        s2[None] if dense else random_weight(EXPERTS, h, i, scale=0.3 * i**-0.5, device=device),
+        s13, s2, 0 if dense else TOP_EXPERTS,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    preset: Preset
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    final_norm: Tensor
+    head: Tensor
+    inv_freq: Tensor
+
+    @staticmethod
+    def random(p: Preset, device: str = "cuda") -> Model:
+        layers = tuple(random_layer(p, n == 0, device) for n in range(p.layers))
+        inv_freq = 5e6 ** (-torch.arange(0, ROTARY_DIM, 2, dtype=torch.float32, device=device) / ROTARY_DIM)
+        return Model(
+            p, random_weight(VOCAB, p.hidden, scale=1.0, device=device), layers,
+            random_weight(p.hidden, scale=0.1, device=device),
+            random_weight(VOCAB, p.hidden, scale=p.hidden**-0.5, device=device), inv_freq,
+        )  # fmt: skip
+
+
+class DecodeStack:
+    """Rows at fixed contexts, and the buffers and graph of their decode step."""
+
+    def __init__(self, model: Model, cache: Tensor, contexts: list[int], tuning: Tuning | None = None) -> None:
+        p, rows = model.preset, len(contexts)
+        device = model.head.device
+        self.model, self.cache, self.tuning = model, cache, tuning or Tuning()
+        self.layout = PageLayout(p.layers, p.kv_heads)
+        self.blocks = max(contexts) // 128 + 1
+        self.shape = MsaShape(p.q_heads, self.layout, ROTARY_DIM, max_blocks=self.blocks)
+        self.plan = self.tuning.msa or MsaPlan.default(rows, self.blocks)
+        pages = cache.numel() // self.layout.page_stride
+        table = torch.randperm(pages - 1)[: rows * self.blocks].to(torch.int32) + 1
+        if table.numel() < rows * self.blocks:
+            raise ValueError(f"{pages} pages are too few for {rows} rows of {self.blocks} blocks")
+        self.start = torch.tensor(contexts, dtype=torch.int32, device=device)
+        self.positions = self.start.clone()
+        self.tokens = torch.randint(VOCAB, (rows,), dtype=torch.int32, device=device)
+        fp32 = {"dtype": torch.float32, "device": device}
+        self.x = torch.empty(rows, p.hidden, dtype=torch.bfloat16, device=device)
+        self.projected = torch.full((rows, p.projected), float("nan"), **fp32)
+        self.attention = torch.full((rows, p.q_heads * HEAD_DIM), float("nan"), dtype=torch.bfloat16, device=device)
+        self.logits = torch.full((rows, VOCAB), float("nan"), **fp32)
+        self.values, self.indices = (
+            torch.empty(rows, 64, **fp32),
+            torch.empty(rows, 64, dtype=torch.int32, device=device),
+        )
+        self.expert_logits, self.hidden = (
+            torch.empty(EXPERTS, **fp32),
+            torch.full((5 * max(p.inter, p.dense),), float("nan"), **fp32),
+        )
+        self.rows = DecodeRows(
+            self.positions,
+            table.view(rows, self.blocks).to(device),
+            torch.empty(rows, HEAD_DIM, **fp32),
+            torch.empty(rows, HEAD_DIM, **fp32),
+        )
+        self.msa = MsaScratch.allocate(rows, self.shape, self.plan, device)
+        self.moe = MoeScratch.allocate(rows, EXPERTS, TOP_EXPERTS, p.hidden, p.inter, self.x, p.dense)
+        self.graph = torch.cuda.CUDAGraph()
+
+    def launch(self, finish: bool = True) -> None:
+        """One decode step, kernel by kernel; `finish` chooses the next token and moves every row on by one."""
+        t, m = self.tuning, self.model
+        begin_step(
+            self.tokens, self.positions, m.embedding, m.inv_freq, self.x, self.rows.cos, self.rows.sin, pdl=t.pdl
+        )
+        for n, layer in enumerate(m.layers):
+            self._layer(n, layer)
+        if "head" in t.parts:
+            small_linear(
+                self.x, m.head, self.logits, norm_weight=m.final_norm, normed=self.moe.normed, plan=t.head, pdl=t.pdl
+            )
+        if finish:
+            greedy_step(self.logits, self.values, self.indices, self.tokens, self.positions, pdl=t.pdl)
+
+    def _layer(self, n: int, layer: Layer) -> None:
+        t = self.tuning
+        if "qkv" in t.parts:
+            small_linear(
+                self.x, layer.qkv, self.projected, norm_weight=layer.input_norm, normed=self.moe.normed, plan=t.qkv,
+                pdl=t.uses_pdl("qkv"),
+            )  # fmt: skip
+        if "msa" in t.parts:
+            msa_decode(
+                self.projected,
+                self.rows,
+                layer.heads,
+                self.cache,
+                n,
+                self.attention,
+                self.shape,
+                self.plan,
+                self.msa,
+                pdl=t.uses_pdl("msa"),
+            )
+        if "o" in t.parts:
+            small_linear(self.attention, layer.o, self.x, residual=self.x, plan=t.o, pdl=t.uses_pdl("o"))
+        if "moe" in t.parts:
+            ffn = (layer.post_norm, layer.router, layer.bias, layer.w13, layer.w2, layer.shared_w13, layer.shared_w2)
+            if self.x.shape[0] == 1:
+                moe_one_token(
+                    self.x, *ffn, self.expert_logits, self.hidden, top_experts=layer.top, scaling_factor=SCALING,
+                    plan=t.moe_one, pdl=t.uses_pdl("moe"),
+                )  # fmt: skip
+            else:
+                moe_few_tokens(
+                    self.x,
+                    self.positions,
+                    *ffn,
+                    self.moe,
+                    top_experts=layer.top,
+                    scaling_factor=SCALING,
+                    plan=t.moe,
+                    pdl=t.uses_pdl("moe"),
+                )
+
+    def capture(self) -> None:
+        """Compile by one eager step, then record the step as a graph. Positions are back at their start afterwards."""
+        self.launch()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            self.launch()
+        self.reset()
+
+    def reset(self) -> None:
+        self.positions.copy_(self.start)
+
+    def time_ms(self, steps: int = 30, repeats: int = 3) -> float:
+        """Median over `repeats` of the mean time of a replayed step. steps + 3 must stay inside a row's last page."""
+        times = []
+        for _ in range(repeats):
+            self.reset()
+            for _ in range(3):
+                self.graph.replay()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(steps):
+                self.graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / steps)
+        return sorted(times)[len(times) // 2]
+
+
+def rotated(heads: Tensor, angle: Tensor) -> Tensor:
+    """Half-rotated heads [H, d], the first 2 * len(angle) columns turned."""
+    half = angle.shape[0]
+    a, b = heads[:, :half], heads[:, half : 2 * half]
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), heads[:, 2 * half :]), 1)
+
+
+def reference_step(stack: DecodeStack) -> tuple[Tensor, Tensor]:
+    """Logits of the step in fp32 from a copy of the cache, and each row's narrowest margin between the last expert
+    chosen and the first not chosen: a row with a near tie may rightly go the other way. Rows at -1 give NaN and margin
+    0.
+
+    The residual stream and the attention output are rounded to bf16 where the step stores them: without that, a near
+    tie of the router now and then falls the other way, which says nothing about the kernels.
+    """
+
+    def rounded(value: Tensor) -> Tensor:
+        return value.to(torch.bfloat16).float()
+
+    m, layout = stack.model, stack.layout
+    p, kv = m.preset, m.preset.kv_heads
+    cache = stack.cache.clone().view(-1, layout.page_stride)
+    form = SwigluOai()
+    out = torch.full_like(stack.logits, float("nan"))
+    margin = torch.zeros(len(stack.positions), device=cache.device)
+    for r, position in enumerate(stack.positions.tolist()):
+        if position < 0:
+            continue
+        margin[r] = 1.0
+        at = torch.tensor([position], device=cache.device)
+        pages = stack.rows.page_table[r, : position // 128 + 1]
+        x = m.embedding[stack.tokens[r].long()].float()[None]
+        for n, layer in enumerate(m.layers):
+            projected = gemma_rms_norm(x, layer.input_norm, 1e-6) @ layer.qkv.float().T
+            q, k, v, iq, ik = projected.view(-1, HEAD_DIM).split((p.q_heads, kv, kv, kv, 1))
+            norms = (layer.heads.query, layer.heads.key, layer.heads.index_query, layer.heads.index_key)
+            q, k, iq, ik = (
+                rotated(gemma_rms_norm(y, w, 1e-6), position * m.inv_freq)[None]
+                for y, w in zip((q, k, iq, ik), norms, strict=True)
+            )
+            begin = (layout.key_offset(n), layout.value_offset(n), layout.index_offset(n))
+            lanes = [
+                cache[:, b : b + heads * 128 * HEAD_DIM].view(-1, heads, 128, HEAD_DIM)
+                for b, heads in zip(begin, (kv, kv, 1), strict=True)
+            ]
+            for lane, new in zip(lanes, (k[0], v, ik[0]), strict=True):
+                lane[pages[-1].long(), :, position % 128] = new.to(cache.dtype)
+            keys, values, index = (gather_pages(lane, pages) for lane in lanes)
+            scores = index_block_scores(iq, index[:, 0], at)
+            attended = sparse_attention(q, keys, values, at, select_blocks(scores, at, 16), HEAD_DIM**-0.5)
+            x = rounded(x + rounded(attended.flatten()[None]) @ layer.o.float().T)
+            y = gemma_rms_norm(x, layer.post_norm, 1e-6)
+            if layer.top:
+                order = (torch.sigmoid(y @ layer.router.T) + layer.bias).sort(descending=True).values[0]
+                margin[r] = torch.minimum(margin[r], order[layer.top - 1] - order[layer.top])
+                routing = route(y, layer.router, layer.bias, layer.top, SCALING)
+                x = rounded(x + moe(y, routing, layer.w13, layer.w2, layer.shared_w13, layer.shared_w2, form))
+            else:
+                x = rounded(x + expert(y, layer.shared_w13, layer.shared_w2, form))
+        out[r] = (gemma_rms_norm(x, m.final_norm, 1e-6) @ m.head.float().T)[0]
+    return out, margin
+
+
+def random_cache(p: Preset, pages: int, device: str = "cuda") -> Tensor:
+    """A flat cache of random keys and values, its null page poisoned."""
+    layout = PageLayout(p.layers, p.kv_heads)
+    cache = torch.empty(pages * layout.page_stride, dtype=torch.bfloat16, device=device)
+    for part in cache.split(2**30):
+        part.normal_()
+    cache[: layout.page_stride] = float("nan")
+    return cache
+
+
+def shortened(p: Preset, layers: int) -> Preset:
+    return replace(p, layers=layers)

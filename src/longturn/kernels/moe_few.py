@@ -1,0 +1,293 @@
+"""Mixture of experts for 2 to 64 tokens: five launches, nothing permuted, every chosen expert's weights read once.
+
+    logits          `small_linear`, exact choose          top experts and their shares of each token, and the
+    normalised token experts_in      a program is (pair of token and choice, tile of rows); the first pair of each
+    expert gathers all tokens that
+                    chose it, the others leave at once, so no list of experts is built beforehand
+    experts_down    the same for the down projection, one output row a pair
+    combine         residual plus shared plus the weighted sum, in a fixed order, so that runs agree to the bit
+
+The shared expert takes part as further programs of the same two launches. Tokens are the 16 rows of a tensor-core tile.
+"""
+
+# Functions under triton.jit are written in Triton's types, which mypy does not know.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longturn.kernels.dependent import FRESH, launch_options, wait_then_release
+from longturn.kernels.moe_one import expert_choice, swiglu_oai
+from longturn.kernels.small_linear import largest_power_of_two, small_linear
+
+TOKEN_TILE = 16
+"""Tokens of one tensor-core tile; an expert that more tokens chose takes several, its weights then from L2."""
+
+
+@triton.jit
+def _choose(
+    logits, bias, positions, x, norm_weight, normed, experts, shares, scaling_factor, eps,
+    EXPERTS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    column = tl.arange(0, BLOCK_K)
+    wait_then_release(PDL)
+    square = tl.zeros([BLOCK_K], dtype=tl.float32)
+    for k in tl.static_range(0, K, BLOCK_K):
+        value = tl.load(x + token.to(tl.int64) * K + k + column, cache_modifier=FRESH).to(tl.float32)
+        square += value * value
+    scale = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+    for k in tl.static_range(0, K, BLOCK_K):
+        value = tl.load(x + token.to(tl.int64) * K + k + column, cache_modifier=FRESH).to(tl.float32) * scale
+        value = value * (tl.load(norm_weight + k + column).to(tl.float32) + 1.0)
+        tl.store(normed + token.to(tl.int64) * K + k + column, value.to(normed.dtype.element_ty))
+    if TOP > 0:
+        score, choice = expert_choice(logits + token * EXPERTS, bias, EXPERTS)
+        i = tl.arange(0, EXPERTS)
+        beats = (choice[None, :] > choice[:, None]) | ((choice[None, :] == choice[:, None]) & (i[None, :] < i[:, None]))
+        rank = tl.sum(beats.to(tl.int32), axis=1)
+        kept = rank < TOP
+        share = score * (scaling_factor / tl.sum(tl.where(kept, score, 0.0), axis=0))
+        present = tl.load(positions + token) >= 0  # a padded row chooses nothing, so it costs no expert's bytes
+        expert = tl.where(present, i, -1)
+        tl.store(experts + token * TOP + rank, expert, mask=kept)
+        tl.store(shares + token * TOP + rank, tl.where(present, share, 0.0), mask=kept)
+
+
+@triton.jit
+def _pairs_of(experts, slot, PAIRS: tl.constexpr, SPAN: tl.constexpr):
+    """The expert of pair `slot`, whether this pair is its first, its pairs' flags [SPAN], their ranks, and how many."""
+    i = tl.arange(0, SPAN)
+    all_experts = tl.load(experts + i, mask=i < PAIRS, other=-1, cache_modifier=FRESH)
+    expert = tl.load(experts + slot, cache_modifier=FRESH)
+    match = all_experts == expert
+    leads = (expert >= 0) & (tl.sum((match & (i < slot)).to(tl.int32), axis=0) == 0)
+    rank = tl.cumsum(match.to(tl.int32), axis=0) - 1
+    return expert, leads, match, rank, tl.sum(match.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _pick(match, rank, want, SPAN: tl.constexpr):
+    """Index of the pair with each wanted rank."""
+    i = tl.arange(0, SPAN)
+    hit = match[None, :] & (rank[None, :] == want[:, None])
+    return tl.sum(tl.where(hit, i[None, :], 0), axis=1)
+
+
+@triton.jit
+def _in_tile(
+    normed, gate_at, up_at, hidden, token, to, ok, row, inter,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK_K)
+    gate = tl.zeros([TILE, ROWS], dtype=tl.float32)
+    up = tl.zeros([TILE, ROWS], dtype=tl.float32)
+    x_at = normed + token[:, None].to(tl.int64) * K + column[None, :]
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        value = tl.load(x_at + k, mask=ok[:, None], other=0.0)
+        gate = tl.dot(value, tl.trans(tl.load(gate_at + k)), gate, input_precision="ieee")
+        up = tl.dot(value, tl.trans(tl.load(up_at + k)), up, input_precision="ieee")
+    result = swiglu_oai(gate, up, ALPHA, BETA, LIMIT)
+    at = to[:, None].to(tl.int64) * inter + row[None, :]
+    tl.store(hidden + at, result.to(hidden.dtype.element_ty), mask=ok[:, None])
+
+
+@triton.jit
+def _experts_in(
+    normed, experts, w13, shared_w13, hidden, tokens, inter,
+    PAIRS: tl.constexpr, SPAN: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.program_id(1)
+    at = row[:, None].to(tl.int64) * K + tl.arange(0, BLOCK_K)[None, :]
+    member = tl.arange(0, TILE)
+    wait_then_release(PDL)
+    if slot >= PAIRS:
+        token = (slot - PAIRS) * TILE + member
+        gate_at = shared_w13 + at
+        _in_tile(
+            normed, gate_at, gate_at + inter.to(tl.int64) * K, hidden, token, PAIRS + token, token < tokens, row, inter,
+            K, BLOCK_K, ROWS, TILE, STAGES, ALPHA, BETA, LIMIT,
+        )  # fmt: skip
+    else:
+        expert, leads, match, rank, count = _pairs_of(experts, slot, PAIRS, SPAN)
+        if leads:
+            gate_at = w13 + expert.to(tl.int64) * 2 * inter * K + at
+            for start in range(0, count, TILE):
+                pair = _pick(match, rank, start + member, SPAN)
+                _in_tile(
+                    normed, gate_at, gate_at + inter.to(tl.int64) * K, hidden, pair // TOP, pair,
+                    start + member < count, row, inter, K, BLOCK_K, ROWS, TILE, STAGES, ALPHA, BETA, LIMIT,
+                )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    hidden, w_at, out, index, ok, row, width,
+    INTER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros([TILE, ROWS], dtype=tl.float32)
+    h_at = hidden + index[:, None].to(tl.int64) * INTER + tl.arange(0, BLOCK)[None, :]
+    for k in tl.range(0, INTER, BLOCK, num_stages=STAGES):
+        value = tl.load(h_at + k, mask=ok[:, None], other=0.0)
+        total = tl.dot(value, tl.trans(tl.load(w_at + k)), total, input_precision="ieee")
+    tl.store(out + index[:, None].to(tl.int64) * width + row[None, :], total, mask=ok[:, None])
+
+
+@triton.jit
+def _experts_down(
+    hidden, experts, w2, shared_w2, out, tokens, width,
+    PAIRS: tl.constexpr, SPAN: tl.constexpr, INTER: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.program_id(1)
+    at = row[:, None].to(tl.int64) * INTER + tl.arange(0, BLOCK)[None, :]
+    member = tl.arange(0, TILE)
+    if slot >= PAIRS:
+        wait_then_release(PDL)
+        token = (slot - PAIRS) * TILE + member
+        _down_tile(
+            hidden, shared_w2 + at, out, PAIRS + token, token < tokens, row, width, INTER, BLOCK, ROWS, TILE, STAGES
+        )
+    else:
+        # The choices are two launches old, complete before this kernel could start.
+        expert, leads, match, rank, count = _pairs_of(experts, slot, PAIRS, SPAN)
+        wait_then_release(PDL)
+        if leads:
+            w_at = w2 + expert.to(tl.int64) * width * INTER + at
+            for start in range(0, count, TILE):
+                pair = _pick(match, rank, start + member, SPAN)
+                _down_tile(
+                    hidden, w_at, out, pair, start + member < count, row, width, INTER, BLOCK, ROWS, TILE, STAGES
+                )
+
+
+@triton.jit
+def _combine(
+    parts,
+    experts,
+    shares,
+    x,
+    width,
+    tokens,
+    TOP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_then_release(PDL)
+    total = tl.load(parts + (PAIRS + token).to(tl.int64) * width + column, cache_modifier=FRESH)
+    for k in tl.static_range(TOP):
+        pair = token * TOP + k
+        there = tl.load(experts + pair, cache_modifier=FRESH) >= 0
+        part = tl.load(
+            parts + pair.to(tl.int64) * width + column, mask=there & (column >= 0), other=0.0, cache_modifier=FRESH
+        )
+        total += part * tl.load(shares + pair, cache_modifier=FRESH)
+    at = x + token.to(tl.int64) * width + column
+    tl.store(at, (tl.load(at, cache_modifier=FRESH).to(tl.float32) + total).to(x.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class MoeScratch:
+    """Buffers of one step, shared by all layers; P pairs are tokens times choices."""
+
+    logits: Tensor
+    """fp32 [tokens, E]."""
+    normed: Tensor
+    """[tokens, n] of the weights' type."""
+    experts: Tensor
+    """int32 [P], -1 for a padded row's."""
+    shares: Tensor
+    """fp32 [P]."""
+    hidden: Tensor
+    """Flat, of the weights' type: room for [P + tokens, i], and for [tokens, dense inner width]."""
+    parts: Tensor
+    """fp32 [P + tokens, n]."""
+
+    @staticmethod
+    def allocate(
+        tokens: int, experts: int, top: int, width: int, inter: int, like: Tensor, dense_inter: int = 0
+    ) -> MoeScratch:
+        """Uninitialised buffers on the device and of the element type of `like`."""
+        pairs = tokens * top
+
+        def fp32(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+        return MoeScratch(
+            logits=fp32(tokens, experts),
+            normed=like.new_empty(tokens, width),
+            experts=torch.empty(pairs, dtype=torch.int32, device=like.device),
+            shares=fp32(pairs),
+            hidden=like.new_empty(max((pairs + tokens) * inter, tokens * dense_inter)),
+            parts=fp32(pairs + tokens, width),
+        )
+
+
+@dataclass(frozen=True)
+class MoePlan:
+    """Rows and columns of a weight tile, pipeline stages and warps of the two products."""
+
+    in_rows: int = 64
+    in_block: int = 128
+    down_rows: int = 128
+    down_block: int = 128
+    stages: int = 3
+    warps: int = 4
+
+
+def moe_few_tokens(
+    x: Tensor, positions: Tensor, norm_weight: Tensor, router_weight: Tensor, bias: Tensor, w13: Tensor, w2: Tensor,
+    shared_w13: Tensor, shared_w2: Tensor, scratch: MoeScratch, *, top_experts: int, scaling_factor: float,
+    alpha: float = 1.702, beta: float = 1.0, limit: float = 7.0, eps: float = 1e-6, plan: MoePlan | None = None,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """x += MoE(norm(x)) for x [tokens, n], in place; rows with position -1 are computed without routed experts.
+
+    router_weight fp32 [E, n] and bias fp32 [E], E a power of two; w13 [E, 2i, n] (rows gate then up) and w2 [E, n, i];
+    the shared expert's shared_w13 [2i, n] and shared_w2 [n, i] have the same inner width. With `top_experts` 0 the
+    layer is a plain MLP of the shared weights: router_weight still tells E, w13 and w2 are the shared ones with a
+    leading dimension of 1.
+    """
+    plan = plan or MoePlan()
+    tokens, n = x.shape
+    experts, inter = router_weight.shape[0], w2.shape[2]
+    pairs = tokens * top_experts
+    slots = pairs + triton.cdiv(tokens, TOKEN_TILE)
+    more = {"PDL": pdl, **launch_options(pdl)}
+    common = {"PAIRS": pairs, "SPAN": triton.next_power_of_2(max(pairs, 1)), "TILE": TOKEN_TILE, "STAGES": plan.stages}
+    block = largest_power_of_two(n, 2048)
+    if top_experts:
+        small_linear(x, router_weight, scratch.logits, norm_weight=norm_weight, eps=eps, exact=True, pdl=pdl)
+    _choose[(tokens,)](
+        scratch.logits, bias, positions, x, norm_weight, scratch.normed, scratch.experts, scratch.shares,
+        scaling_factor, eps, EXPERTS=experts, TOP=top_experts, K=n, BLOCK_K=block, num_warps=4, **more,
+    )  # fmt: skip
+    _experts_in[(inter // plan.in_rows, slots)](
+        scratch.normed, scratch.experts, w13, shared_w13, scratch.hidden, tokens, inter,
+        TOP=top_experts, K=n, BLOCK_K=largest_power_of_two(n, plan.in_block), ROWS=plan.in_rows,
+        ALPHA=alpha, BETA=beta, LIMIT=limit, num_warps=plan.warps, **common, **more,
+    )  # fmt: skip
+    _experts_down[(n // plan.down_rows, slots)](
+        scratch.hidden, scratch.experts, w2, shared_w2, scratch.parts, tokens, n,
+        INTER=inter, BLOCK=largest_power_of_two(inter, plan.down_block), ROWS=plan.down_rows,
+        num_warps=plan.warps, **common, **more,
+    )  # fmt: skip
+    block = largest_power_of_two(n, 512)
+    _combine[(tokens, n // block)](
+        scratch.parts, scratch.experts, scratch.shares, x, n, tokens,
+        TOP=top_experts, PAIRS=pairs, BLOCK=block, num_warps=4, **more,
+    )  # fmt: skip

@@ -1,0 +1,111 @@
+"""What the sparse-attention decode kernels are specialised for, how their work is dealt out, and the buffers they
+need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longturn.errors import ModelError
+from longturn.kernels.pages import PageLayout
+
+FUSED_BLOCKS = 128
+"""Up to this many blocks of context, `attend` ranks them itself instead of reading what a `select` launch found."""
+
+
+@dataclass(frozen=True)
+class MsaShape:
+    """What the decode kernels are specialised for. `max_blocks` bounds the context, in blocks, of a captured graph."""
+
+    q_heads: int
+    layout: PageLayout
+    rotary_dim: int
+    max_blocks: int
+    top_blocks: int = 16
+    init_blocks: int = 0
+    local_blocks: int = 1
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        # The own block holds tokens that `scores` does not see, so a model that does not force it needs other kernels.
+        if self.local_blocks < 1:
+            raise ModelError(f"sparse_local_block is {self.local_blocks}; the decode kernels need at least 1")
+
+    @property
+    def projected_width(self) -> int:
+        """Columns of the fused q | k | v | index_q | index_k projection."""
+        return (self.q_heads + 3 * self.layout.kv_heads + 1) * self.layout.head_dim
+
+
+@dataclass(frozen=True)
+class MsaPlan:
+    """How the work is dealt out: programs a row for scores, splits a key/value head and tokens a tile for attend."""
+
+    chunks: int
+    splits: int
+    tile: int
+    warps: int = 4
+    score_warps: int = 4
+    score_stages: int = 3
+    candidates: int = 8
+    rivals: int = 256
+    stages: int = 3
+    fused_blocks: int = FUSED_BLOCKS
+
+    @staticmethod
+    def default(rows: int, max_blocks: int) -> MsaPlan:
+        """A plan for `rows` rows on a chip of 132 multiprocessors, measured in docs/performance.md."""
+        chunks = max(1, min(max_blocks, 396 // rows))
+        splits = 16 if rows <= 4 else 4 if rows <= 16 else 2
+        return MsaPlan(chunks=chunks, splits=splits, tile=128)
+
+
+@dataclass(frozen=True)
+class MsaScratch:
+    """Buffers of one step, shared by all layers."""
+
+    scores: Tensor
+    """fp32 [rows, kv_heads, max_blocks]."""
+    selected: Tensor
+    """int32 [rows, kv_heads, top_blocks]."""
+    partial: Tensor
+    """fp32 [rows, splits, q_heads, head_dim], and its maximum and sum without the last dimension."""
+    partial_max: Tensor
+    partial_sum: Tensor
+
+    @staticmethod
+    def allocate(rows: int, shape: MsaShape, plan: MsaPlan, device: torch.device) -> MsaScratch:
+        """Uninitialised buffers for `rows` rows."""
+        kv, heads = shape.layout.kv_heads, (rows, plan.splits, shape.q_heads)
+        return MsaScratch(
+            torch.empty(rows, kv, shape.max_blocks, dtype=torch.float32, device=device),
+            torch.empty(rows, kv, shape.top_blocks, dtype=torch.int32, device=device),
+            torch.empty(*heads, shape.layout.head_dim, dtype=torch.float32, device=device),
+            torch.empty(heads, dtype=torch.float32, device=device),
+            torch.empty(heads, dtype=torch.float32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class MsaNorms:
+    """Raw Gemma weights [head_dim] of one layer's query, key, index query and index key."""
+
+    query: Tensor
+    key: Tensor
+    index_query: Tensor
+    index_key: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The rows of a decode step on the device, one new token each."""
+
+    positions: Tensor
+    """int32 [rows]: position of the new token; -1 marks a padded row."""
+    page_table: Tensor
+    """int32 [rows, P]: page of positions 128*i .. 128*i+127."""
+    cos: Tensor
+    """fp32 [rows, head_dim], see `norm_rope_heads`."""
+    sin: Tensor
