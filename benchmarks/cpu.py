@@ -6,7 +6,8 @@ Both engines are loaded, each in a process of its own, and take turns at every m
 machine's speed hits both. Prompts are random token ids; outputs are greedy and of fixed length; Longturn is driven
 through its whole engine (scheduler, pages, sampler) without HTTP, llama.cpp through its server's completion handler
 without HTTP, timed by its own clock. The peer is the PyPI package xllamacpp: llama.cpp prebuilt, so it may not use
-every instruction that this machine has; the table names the features it reports.
+every instruction that this machine has; the table names the features it reports. Therefore Longturn is measured twice
+on a machine with AVX-512: as it is, and with its kernels compiled for AVX2 alone.
 
 Then, for Longturn alone: a warm turn of a 4,000-token session, and start to first token and memory of the real server.
 """
@@ -24,15 +25,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longturn.config import EngineConfig
+    from longturn.engine.loop import Engine
 
 PROMPT, OUTPUT, PREFILL, STREAMS = 128, 128, 1024, 8
 SESSION_TOKENS, NEW_TOKENS = 4000, 32
+ENGINES = ("longturn", "longturn-avx2", "llama.cpp")
 MEASUREMENTS = ("decode_1", "decode_8", "prefill_1024")
 LABELS = {
-    "decode_1": "decode, 1 stream (tok/s)",
-    "decode_8": f"decode, {STREAMS} streams together (tok/s)",
-    "prefill_1024": f"prefill of {PREFILL} tokens (tok/s)",
+    "decode_1": "decode, 1 stream",
+    "decode_8": f"decode, {STREAMS} streams together",
+    "prefill_1024": f"prefill of {PREFILL:,} tokens",
 }
 GOALS = {"decode_1": 1.0, "decode_8": 1.5, "prefill_1024": 1.8}
 
@@ -47,13 +53,14 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 class Longturn:
-    """The whole engine in this process."""
+    """The whole engine in this process; `arch` compiles the kernels for another instruction set than this machine's."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, arch: str | None = None) -> None:
         from longturn.assemble import build_engine
         from longturn.config import EngineConfig, ExecutorConfig
 
-        self.engine = build_engine(EngineConfig(executor=ExecutorConfig(threads=threads)))
+        config = EngineConfig(executor=ExecutorConfig(threads=threads))
+        self.engine = build_engine(config) if arch is None else _engine_for(config, threads, arch)
         self.rng = random.Random(0)
         self.number = 0
 
@@ -156,6 +163,25 @@ class LlamaCpp:
         return sum(t["predicted_n"] for t in found) / (max(t["predicted_ms"] for t in found) / 1e3)
 
 
+def _engine_for(config: EngineConfig, threads: int, arch: str) -> Engine:
+    from longturn.engine.clock import SystemClock
+    from longturn.engine.loop import Engine
+    from longturn.executor.cpu import CpuExecutor
+    from longturn.executor.native_model import NativeCpuModel
+    from longturn.kernels.cpu.build import build
+    from longturn.kernels.cpu.native import NativeLibrary
+    from longturn.models.packed import load_packed
+    from longturn.source import resolve_source
+
+    source = resolve_source(config.model)
+    library = NativeLibrary(build(arch=(f"-march={arch}",)))
+    decoder = load_packed(source).decoder(library, threads=threads)
+    pages = config.cache.memory_bytes // decoder.page_bytes
+    model = NativeCpuModel(decoder, pages=pages, max_context_tokens=source.max_context_tokens, isa=library.isa)
+    executor = CpuExecutor(model, rows=config.scheduler.max_running)
+    return Engine(executor, config.scheduler, config.cache, SystemClock())
+
+
 def _version(package: str) -> str:
     from importlib.metadata import version
 
@@ -164,7 +190,12 @@ def _version(package: str) -> str:
 
 def worker(engine: str, threads: int) -> int:
     """Answer one measurement a line until standard input ends."""
-    target = Longturn(threads) if engine == "longturn" else LlamaCpp(threads)
+    makers: dict[str, Callable[[], Longturn | LlamaCpp]] = {
+        "longturn": lambda: Longturn(threads),
+        "longturn-avx2": lambda: Longturn(threads, "x86-64-v3"),
+        "llama.cpp": lambda: LlamaCpp(threads),
+    }
+    target = makers[engine]()
     target.measure("decode_1")
     print(json.dumps({"ready": target.describe()}), flush=True)
     for line in sys.stdin:
@@ -232,28 +263,29 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", choices=("longturn", "llama.cpp"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return worker(args.worker, args.threads)
     if importlib.util.find_spec("xllamacpp") is None:
         raise SystemExit("the peer is missing: pip install xllamacpp")
 
-    found: dict[str, dict[str, list[float]]] = {m: {"longturn": [], "llama.cpp": []} for m in MEASUREMENTS}
+    found: dict[str, dict[str, list[float]]] = {m: {e: [] for e in ENGINES} for m in MEASUREMENTS}
     warm: list[float] = []
-    with engine("longturn", args.threads) as (ours, measure), engine("llama.cpp", args.threads) as (theirs, peer):
+    with contextlib.ExitStack() as stack:
+        workers = {name: stack.enter_context(engine(name, args.threads)) for name in ENGINES}
         for repeat in range(args.repeats):
             for what in MEASUREMENTS:
-                found[what]["longturn"].append(measure(what))
-                found[what]["llama.cpp"].append(peer(what))
-            warm.append(measure("warm_turn"))
+                for name, (_, measure) in workers.items():
+                    found[what][name].append(measure(what))
+            warm.append(workers["longturn"][1]("warm_turn"))
             print(f"repeat {repeat + 1} of {args.repeats} done", file=sys.stderr)
+        described = {name: description for name, (description, _) in workers.items()}
     starts = [server_start(args.threads) for _ in range(3)]
     result = {
         "threads": args.threads,
         "repeats": args.repeats,
-        "longturn": ours,
-        "peer": theirs,
+        "engines": described,
         "measurements": found,
         "medians": {m: {e: statistics.median(v) for e, v in engines.items()} for m, engines in found.items()},
         "warm_turn_ratio": warm,
@@ -268,14 +300,15 @@ def main() -> int:
 
 
 def report(result: dict[str, Any]) -> None:
-    print(f"Longturn:  {result['longturn']}\nllama.cpp: {result['peer']}\n")
-    print(f"{'':36} {'Longturn':>20} {'llama.cpp':>20} {'ratio':>6} {'goal':>6}")
+    for name, description in result["engines"].items():
+        print(f"{name:14} {description}")
+    print(
+        f"\n{'tok/s, median [least-most]':32}" + "".join(f"{name:>18}" for name in ENGINES) + "   ratio  AVX2    goal"
+    )
     for what, engines in result["measurements"].items():
-        cells = []
-        for values in engines.values():
-            cells.append(f"{statistics.median(values):6.1f} [{min(values):.0f}-{max(values):.0f}]")
-        ratio = statistics.median(engines["longturn"]) / statistics.median(engines["llama.cpp"])
-        print(f"{LABELS[what]:36} {cells[0]:>20} {cells[1]:>20} {ratio:5.2f}x {GOALS[what]:5.1f}x")
+        cells = "".join(f"{statistics.median(v):8.1f} [{min(v):.0f}-{max(v):.0f}]".rjust(18) for v in engines.values())
+        ours, avx2, theirs = (statistics.median(engines[name]) for name in ENGINES)
+        print(f"{LABELS[what]:32}{cells}  {ours / theirs:5.2f}x {avx2 / theirs:5.2f}x {GOALS[what]:5.1f}x")
     ratios = result["warm_turn_ratio"]
     spread = f"[{min(ratios):.1f}-{max(ratios):.1f}]"
     label = f"first token, {SESSION_TOKENS:,} cached + {NEW_TOKENS} new: cold / warm"

@@ -75,16 +75,21 @@ def build_cpu_model(config: EngineConfig) -> CpuModel:
 
 def _packed(config: EngineConfig, source: ModelSource) -> bool:
     """Whether to run packed weights in native code; `auto` falls back to fp32 where they cannot run, and says so."""
-    from longturn.kernels.cpu.build import unavailable_reason
+    from longturn.kernels.cpu.build import find_compiler, unavailable_reason
     from longturn.models.packed import is_quantised, why_not_packed
-    from longturn.prepared import cache_directory
+    from longturn.prepared import cache_directory, require_writable
 
     wanted = config.model.weights
     if wanted == "fp32" or (wanted == "auto" and not is_quantised(source)):
         return False
-    reason = why_not_packed(source) or unavailable_reason(cache_directory(config.cache_dir))
+    reason = why_not_packed(source)
     if reason is None:
-        return True
+        reason = unavailable_reason(cache_directory(config.cache_dir))
+        if reason is None:
+            return True
+        if find_compiler() is not None:
+            # Slow weights would only hide what the user can mend: a cache directory that cannot be written.
+            require_writable(config.cache_dir)
     if wanted == "packed":
         raise ConfigError(f"model.weights 'packed' is not possible: {reason}")
     _log.warning("serving fp32 weights, which is slower: %s", reason)
@@ -93,6 +98,13 @@ def _packed(config: EngineConfig, source: ModelSource) -> bool:
 
 def _pool(config: EngineConfig, source: ModelSource, page_bytes: int) -> tuple[int, int]:
     """(pages, longest context in tokens) that the configured memory holds."""
+    from longturn.executor.memory import usable_memory_bytes
+
+    usable_bytes = usable_memory_bytes()
+    if usable_bytes is not None and config.cache.memory_bytes > usable_bytes:
+        raise ConfigError(
+            f"cache.memory_bytes {config.cache.memory_bytes} is more than the {usable_bytes} bytes of memory here"
+        )
     pages = config.cache.memory_bytes // page_bytes
     if pages < 2:
         raise ConfigError(

@@ -1,17 +1,19 @@
 """The one configuration: a tree of frozen dataclasses, read from CLI flags, Python or YAML.
 
-`config_from_dict` builds the tree from nested mappings; unknown keys and wrong types are `ConfigError`s that
-name the key. No setting is read from the environment. The docstring under a field is its `--help` text.
+`config_from_dict` builds the tree from nested mappings, `check_config` checks one that a program built; unknown keys,
+wrong types and values out of range are `ConfigError`s that name the key. No setting is read from the environment. The
+docstring under a field is its `--help` text, its annotation says what is allowed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from longturn.errors import ConfigError
 
@@ -22,45 +24,77 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 
+_UNBOUNDED = 1 << 53
+"""Every number in a configuration is below this, so that JSON and floats carry it exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What values a number may have; both ends belong to it unless `open_high`. NaN and infinity never do."""
+
+    low: int
+    high: int = _UNBOUNDED
+    open_high: bool = False
+
+    def complaint(self, value: float) -> str | None:
+        """What is wrong with `value`: "at least 1"; None if nothing is."""
+        too_high = value >= self.high if self.open_high else value > self.high
+        if math.isfinite(value) and self.low <= value and not too_high:
+            return None
+        if self.high == _UNBOUNDED and not value > self.high:
+            return f"at least {self.low}"
+        return f"at least {self.low} and below {self.high}" if self.open_high else f"from {self.low} to {self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class NotEmpty:
+    """Of a text: at least one character that is not white space."""
+
+
+Name = Annotated[str, NotEmpty()]
+Count = Annotated[int, Range(1)]
+Duration = Annotated[float, Range(0, 10**9)]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    path: str | None = None
+    path: Name | None = None
     """Local Hugging Face directory or GGUF file; None serves the embedded SmolLM2-135M-Instruct."""
-    served_name: str | None = None
+    served_name: Name | None = None
     """Name that the API shows; the model's own name if None."""
     weights: Literal["auto", "fp32", "packed"] = "auto"
-    """fp32: dequantised, exact. packed: 4- and 8-bit blocks with int8 activations. auto: as the checkpoint has them."""
-    max_context_tokens: int | None = None
+    """fp32: dequantised, exact. packed: 4- and 8-bit blocks, 12-bit activations. auto: as the checkpoint has them."""
+    max_context_tokens: Count | None = None
     """Longest prompt plus output; the checkpoint's own limit if None."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    memory_bytes: int = 384 * MIB
+    memory_bytes: Count = 384 * MIB
     """Bytes for the page pool (keys, values and every other lane of all pages)."""
     dtype: Literal["auto", "fp32", "fp16", "bf16", "fp8", "nvfp4"] = "auto"
-    """Type of cached keys and values; auto: fp32 with fp32 weights, else fp16 on a CPU. fp8, nvfp4: MiniMax-M3 alone."""
+    """Type of cached keys and values; auto: fp32 with fp32 weights, else fp16 (CPU). fp8, nvfp4: MiniMax-M3 alone."""
     prefix_caching: bool = True
     """Keep whole pages of finished requests and reuse them for equal prefixes."""
-    retention_half_life_s: float = 30.0
+    retention_half_life_s: Duration = 30.0
     """A waiting session's claim on its pages halves in this time; 0 is plain segmented LRU."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    max_running: int = 16
+    max_running: Annotated[int, Range(1, 4096)] = 16
     """Requests computed at once (rows of the executor)."""
-    step_tokens: int = 512
+    step_tokens: Annotated[int, Range(1, 1 << 20)] = 512
     """Token budget of one step: decodes and prefill chunks together."""
-    decode_share: float = 0.25
+    decode_share: Annotated[float, Range(0, 1, open_high=True)] = 0.25
     """Share of the step budget that running decodes keep when prompts wait."""
-    target_itl_ms: float = 150.0
+    target_itl_ms: Duration = 150.0
     """Inter-token latency that a prefill chunk beside running decodes is sized for; 0 switches the sizing off."""
-    ageing_ms: float = 500.0
+    ageing_ms: Duration = 500.0
     """A waiting prompt overtaken for this long counts as if it were half as long; this is what stops starvation."""
-    expected_output_tokens: int = 256
+    expected_output_tokens: Count = 256
     """Output that admission reserves for a request at first; learned from finished requests after that."""
-    max_waiting: int = 1024
+    max_waiting: Count = 1024
     """Requests that may wait; one more is refused with 429."""
     run_ahead: bool = True
     """Launch step N+1 before the result of step N is read."""
@@ -70,21 +104,21 @@ class SchedulerConfig:
 class ExecutorConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where steps run."""
-    threads: int | None = None
+    threads: Annotated[int, Range(1, 1024)] | None = None
     """Compute threads of the CPU executor; one per physical core that this process may use if None."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    host: str = "127.0.0.1"
+    host: Name = "127.0.0.1"
     """Address to listen on."""
-    port: int = 8000
+    port: Annotated[int, Range(0, 65535)] = 8000
     """Port to listen on; 0 picks a free one and prints it."""
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[Name, ...] = ()
     """Accepted bearer keys; empty admits everyone. /health and /metrics stay open."""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: tuple[Name, ...] = ()
     """Origins that browsers may call from."""
-    request_timeout_s: float = 0.0
+    request_timeout_s: Duration = 0.0
     """Longest time one request may take; 0 is no limit."""
 
 
@@ -97,9 +131,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    cache_dir: str | None = None
+    cache_dir: Name | None = None
     """Directory for prepared files (packed weights, compiled kernels); the user's cache directory if None."""
-    seed: int = 0
+    seed: Annotated[int, Range(-_UNBOUNDED)] = 0
     """Seed of sampling for requests that bring none."""
 
 
@@ -110,9 +144,10 @@ def config_from_dict(cls: type[T], data: Mapping[str, Any], *, where: str = "") 
     """Build dataclass `cls` from nested mappings.
 
     Raises:
-        ConfigError: a key is unknown or a value has the wrong type; the message names the dotted key.
+        ConfigError: a key is unknown, or a value has the wrong type or is out of range; the message names the dotted
+            key.
     """
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for key, value in data.items():
@@ -123,11 +158,27 @@ def config_from_dict(cls: type[T], data: Mapping[str, Any], *, where: str = "") 
     return cls(**values)
 
 
+def check_config(config: T, *, where: str = "") -> T:
+    """The same settings, each of them checked: for trees, or parts of one, that a program has put together.
+
+    Raises:
+        ConfigError: as `config_from_dict`.
+    """
+    return config_from_dict(type(config), _as_mapping(config), where=where)
+
+
+def _as_mapping(config: Any) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+
+
 def _convert(hint: Any, value: Any, dotted: str) -> Any:
     origin = get_origin(hint)
+    if origin is Annotated:
+        inner, *limits = get_args(hint)
+        return _limited(_convert(inner, value, dotted), limits, dotted)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, hint):
-            return value
+            value = _as_mapping(value)
         if not isinstance(value, Mapping):
             raise ConfigError(f"'{dotted}' must be a mapping, not {value!r}")
         return config_from_dict(hint, value, where=f"{dotted}.")
@@ -138,16 +189,27 @@ def _convert(hint: Any, value: Any, dotted: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in get_args(hint):
             return None
-        inner = next(a for a in get_args(hint) if a is not type(None))
-        return _convert(inner, value, dotted)
+        return _convert(next(a for a in get_args(hint) if a is not type(None)), value, dotted)
     if origin is tuple:
         if isinstance(value, str) or not isinstance(value, typing.Sequence):
             raise ConfigError(f"'{dotted}' must be a list, not {value!r}")
         return tuple(_convert(get_args(hint)[0], item, f"{dotted}[{i}]") for i, item in enumerate(value))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is int and isinstance(value, bool):
-        raise ConfigError(f"'{dotted}' must be an int, not {value!r}")
+    if isinstance(value, bool) and hint is not bool:
+        raise ConfigError(f"'{dotted}' must be {hint.__name__}, not {value!r}")
+    if hint is float and isinstance(value, int):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"'{dotted}' is out of range: {value}") from None
     if not isinstance(value, hint):
         raise ConfigError(f"'{dotted}' must be {hint.__name__}, not {value!r}")
+    return value
+
+
+def _limited(value: Any, limits: list[Any], dotted: str) -> Any:
+    for limit in limits:
+        if isinstance(limit, NotEmpty) and not value.strip():
+            raise ConfigError(f"'{dotted}' must not be empty")
+        if isinstance(limit, Range) and (allowed := limit.complaint(value)) is not None:
+            raise ConfigError(f"'{dotted}' must be {allowed}, not {value}")
     return value

@@ -1,9 +1,11 @@
 """`longturn.LLM`: the same engine, frontend and configuration as the server, inside a Python program.
 
-from longturn import LLM
+    from longturn import LLM
 
-with LLM() as llm:
-    print(llm.chat([{"role": "user", "content": "Name a colour."}], max_tokens=8).text)
+    with LLM() as llm:
+        print(llm.chat([{"role": "user", "content": "Name a colour."}], max_tokens=8).text)
+
+One thread runs the engine and another the event loop of the frontend; callers block in threads of their own.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ import asyncio
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from longturn.assemble import build_engine, build_frontend
 from longturn.config import EngineConfig, check_config
 from longturn.engine.records import EngineStats, FinishReason, SamplingParams
-from longturn.errors import LongturnError
+from longturn.errors import EngineDeadError, LongturnError, RequestError
 from longturn.frontend.inprocess_engine import InProcessEngine
 from longturn.frontend.parsers.base import join_calls
 from longturn.frontend.records import (
@@ -37,6 +42,7 @@ from longturn.frontend.records import (
 )
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class LLM:
             given = replace(given, model=replace(given.model, path=model))
         self.config = check_config(given)
         self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._closed = False
         self._engine = InProcessEngine(build_engine(self.config))
         try:
             self._frontend = build_frontend(self.config, self._engine)
@@ -87,7 +95,7 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         **sampling_options: Any,
     ) -> list[Completion]:
@@ -96,12 +104,13 @@ class LLM:
         Args:
             prompts: one text, several, or several sequences of token ids.
             sampling: how to sample; by default temperature 1 up to the context's end.
-            stop: texts that end an answer.
+            stop: a text that ends an answer, or several.
             ignore_eos: go on past the model's own end of text.
             **sampling_options: fields of `SamplingParams` that replace those of `sampling`.
 
         Raises:
-            RequestError: a value is out of range or a prompt is too long.
+            RequestError: a value has the wrong type or is out of range, or a prompt is too long.
+            EngineDeadError: the LLM has been closed.
         """
         items: Sequence[str] | Sequence[Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         forms = [TextPrompt(p) if isinstance(p, str) else TokenPrompt(tuple(p)) for p in items]
@@ -114,7 +123,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         session_id: str | None = None,
         **sampling_options: Any,
     ) -> Completion:
@@ -128,7 +137,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         session_id: str | None = None,
         **sampling_options: Any,
     ) -> Iterator[TextChunk]:
@@ -147,7 +156,7 @@ class LLM:
             finally:
                 pieces.put(None)
 
-        future = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        future = self._submit(pump())
         try:
             while (piece := pieces.get()) is not None:
                 if isinstance(piece, BaseException):
@@ -161,12 +170,17 @@ class LLM:
         return self._engine.stats()
 
     def close(self) -> None:
-        """End the engine and its threads. Requests in flight are aborted."""
-        if self._thread.is_alive():
-            self._engine.close()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """End the engine and its threads. Requests in flight fail with `EngineDeadError`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._engine.close()
+        # Callers wait for the results of their tasks: a loop that stopped before those ended would never wake them.
+        asyncio.run_coroutine_threadsafe(_others_ended(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -181,7 +195,7 @@ class LLM:
         prompt: Prompt,
         sampling: SamplingParams | None,
         options: Mapping[str, Any],
-        stop: Sequence[str],
+        stop: str | Sequence[str],
         ignore_eos: bool,
         session_id: str | None = None,
     ) -> TextRequest:
@@ -190,8 +204,8 @@ class LLM:
         return TextRequest(
             request_id=f"llm-{number}",
             prompt=prompt,
-            sampling=replace(base, **options),
-            stop=tuple(stop),
+            sampling=_checked(replace(base, **options)),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
             ignore_eos=ignore_eos,
             session_id=session_id,
             split_reasoning=isinstance(prompt, ChatPrompt),
@@ -202,7 +216,28 @@ class LLM:
         async def together() -> list[Completion]:
             return await asyncio.gather(*(_collect(self._frontend.generate(request)) for request in requests))
 
-        return asyncio.run_coroutine_threadsafe(together(), self._loop).result()
+        return self._submit(together()).result()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise EngineDeadError("this LLM is closed")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+def _checked(sampling: SamplingParams) -> SamplingParams:
+    """`sampling` with its types checked, as the server checks them when it reads JSON; ranges are the frontend's."""
+    try:
+        return msgspec.convert({f.name: getattr(sampling, f.name) for f in fields(sampling)}, SamplingParams)
+    except msgspec.ValidationError as error:
+        what, _, at = str(error).partition(" - at `$.")
+        name = at.rstrip("`")
+        raise RequestError(f"{name}: {what[0].lower()}{what[1:]}", param=name) from None
+
+
+async def _others_ended() -> None:
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
 
 async def _collect(chunks: AsyncIterator[TextChunk]) -> Completion:

@@ -75,6 +75,19 @@ def prepared_entry(cache_dir: str | Path | None, key: str, build: Callable[[Path
     return entry
 
 
+def require_writable(cache_dir: str | Path | None) -> Path:
+    """The cache directory, made if it is missing.
+
+    Raises:
+        ConfigError: it cannot be made or written, or is full; the message names it.
+    """
+    root = cache_directory(cache_dir)
+    with _naming(root):
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".probe-"):
+            return root
+
+
 def file_digest(path: Path) -> str:
     """Content hash of a file: BLAKE2b over the BLAKE2b hashes of its 8 MiB pieces, so that several cores share it."""
     size = path.stat().st_size
@@ -184,8 +197,8 @@ def _naming(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        at = Path(error.filename) if isinstance(error.filename, (str, os.PathLike)) else root
-        ours = at.is_relative_to(root) or root.is_relative_to(at)
+        at = Path(error.filename).absolute() if isinstance(error.filename, (str, os.PathLike)) else root.absolute()
+        ours = at.is_relative_to(root.absolute()) or root.absolute().is_relative_to(at)
         if error.errno in _FULL or (error.errno in _REFUSED and ours):
             raise ConfigError(
                 f"cache directory {root} cannot be written ({error.strerror}); name another one with 'cache_dir'"

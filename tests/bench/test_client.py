@@ -132,3 +132,19 @@ async def test_unreachable_servers_are_target_errors() -> None:
             await client.models()
     with pytest.raises(TargetError, match="not an http"):
         ChatClient("localhost:8000")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ftp://h", "'ftp://h' is not an http:// or https:// address"),
+        ("http://127.0.0.1:99999", "'http://127.0.0.1:99999' is not an http:// or https:// address"),
+        ("http://[::1", "is not an http:// or https:// address"),
+        ("http://127.0.0.1:1", "no answer from http://127.0.0.1:1: connection refused"),
+    ],
+)
+async def test_addresses_that_cannot_be_asked(url: str, message: str) -> None:
+    with pytest.raises(TargetError) as caught:
+        async with ChatClient(url) as client:
+            await client.models()
+    assert message in str(caught.value)

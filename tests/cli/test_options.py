@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longturn.cli.main import Parser
-from longturn.cli.options import add_config_flags, byte_count, config_from_args, settings
+from longturn.cli.options import add_config_flags, byte_count, config_from_args, repeat_flags, settings
 from longturn.config import EngineConfig
 from longturn.errors import ConfigError
 
@@ -84,6 +84,10 @@ def test_later_sources_win(tmp_path: Path) -> None:
         (["--set", "server.port=abc"], "'server.port' must be int"),
         (["--set", "server.port"], "NAME=VALUE"),
         (["--set", "cache.memory_bytes=lots"], "not a number of bytes"),
+        (["--set", "model.served_name=2024-99-99"], "not a YAML value"),
+        (["--set", "executor.threads=0"], "'executor.threads' must be from 1 to 1024, not 0"),
+        (["--port", "65536"], "'server.port' must be from 0 to 65535, not 65536"),
+        ([""], "'model.path' must not be empty"),
         (["--port", "x"], "--port"),
         (["--weights", "q9"], "--weights"),
         (["--wieghts", "fp32"], "unrecognized arguments: --wieghts"),
@@ -108,13 +112,28 @@ def test_config_files_that_are_none(tmp_path: Path, text: str) -> None:
 
 
 def test_byte_counts() -> None:
-    assert [byte_count(t) for t in ("17", "2k", "1.5KiB", "3MB", "4 GiB", "5g")] == [
+    assert [byte_count(t) for t in ("17", "2k", "1.5KiB", "3MB", "4 GiB", "5g", "6Ti", "7TB")] == [
         17,
         2_000,
         1536,
         3_000_000,
         4 << 30,
         5_000_000_000,
+        6 << 40,
+        7 * 10**12,
     ]
     with pytest.raises(argparse.ArgumentTypeError):
         byte_count("-1")
+    with pytest.raises(argparse.ArgumentTypeError):
+        byte_count("1i")
+
+
+def test_repeat_flags_give_the_same_configuration_without_secrets(tmp_path: Path) -> None:
+    parser = Parser(prog="longturn test", allow_abbrev=False)
+    add_config_flags(parser)
+    given = ["--threads", "2", "--no-enable-prefix-caching", "--weights", "fp32", "--served-model-name", "a b"]
+    private = ["--api-key", "secret", "--cache-dir", str(tmp_path), "--set", "server.api_keys=[secret]"]
+    flags = repeat_flags(parser.parse_args([*given, "--set", "cache.memory_bytes=64MiB", *private]))
+    assert parse(*flags) == parse(*given, "--set", "cache.memory_bytes=64MiB")
+    assert "secret" not in str(flags) and str(tmp_path) not in str(flags)
+    assert repeat_flags(parser.parse_args(["--config", "/home/me/c.yaml"])) == ["--config", "c.yaml"]

@@ -194,3 +194,14 @@ def test_bad_input_is_one_clear_line_and_the_server_goes_on(
     assert names in message and "\n" not in message and "Traceback" not in message
     with urllib.request.urlopen(f"{server.url}/health", timeout=5) as response:
         assert response.status == 200
+
+
+def test_the_second_request_of_a_tool_loop(server: Server) -> None:
+    """A message that only calls tools has no content; templates that read it must not break the loop."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": "{}"}}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "README.md"},
+    ]
+    assert ask(server.client(), messages=messages).choices[0].message.content

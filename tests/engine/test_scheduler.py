@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig, config_from_dict
+from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
 from longturn.engine.pacing import MIN_CHUNK_TOKENS
 from longturn.engine.records import EngineRequest, FinishReason, SamplingParams
 from longturn.errors import ConfigError, OverloadedError, RequestError
@@ -378,7 +378,7 @@ def test_too_many_waiting_are_refused_with_429() -> None:
 )
 def test_settings_out_of_range_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"scheduler.{name}"):
-        Bench(scheduler=config_from_dict(SchedulerConfig, {name: value}))
+        Bench(scheduler=dataclasses.replace(SchedulerConfig(), **{name: value}))
 
 
 def test_stop_tokens_do_not_count_before_min_tokens() -> None:

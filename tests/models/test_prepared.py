@@ -16,7 +16,7 @@ import pytest
 
 import longturn.prepared as prepared
 from longturn.errors import ConfigError, ModelError
-from longturn.prepared import file_digest, prepared_entry, prepared_key, source_digest
+from longturn.prepared import file_digest, prepared_entry, prepared_key, require_writable, source_digest
 
 
 class Builder:
@@ -201,3 +201,15 @@ def test_keys_do_not_run_together() -> None:
     assert prepared_key("w", 1, "ab", "c") != prepared_key("w", 1, "a", "bc")
     assert prepared_key("w", 1, "a") != prepared_key("w", 2, "a")
     assert prepared_key("w", 1, "a").startswith("w-v1-")
+
+
+def test_a_directory_that_cannot_be_written_is_named_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert require_writable(tmp_path / "new" / "cache") == tmp_path / "new" / "cache"
+    assert list((tmp_path / "new" / "cache").iterdir()) == []
+    (tmp_path / "file").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    for refused in (tmp_path / "file" / "cache", Path("file/cache")):
+        with pytest.raises(ConfigError, match=f"cache directory {refused} cannot be written"):
+            require_writable(refused)

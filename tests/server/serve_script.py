@@ -1,4 +1,4 @@
-"""`longturn serve` without a model, for tests that need a whole server process: PORT FACTORY."""
+"""`longturn serve` without a model, for tests that need a whole server process: PORT FACTORY DRAIN_S."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def text_side(config: EngineConfig, engine: RemoteEngine) -> tuple[ByteService, 
 if __name__ == "__main__":
     config = EngineConfig(server=ServerConfig(port=int(sys.argv[1])))
     try:
-        serve(config, build_service=text_side, engine_factory=sys.argv[2])
+        serve(config, build_service=text_side, engine_factory=sys.argv[2], drain_s=float(sys.argv[3]))
     except LongturnError as error:
         print(f"longturn: error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

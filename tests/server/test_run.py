@@ -17,14 +17,17 @@ import pytest
 
 
 def start(
-    port: int = 0, factory: str = "tests.server.engine_mock:build", temporary: Path | None = None
+    port: int = 0,
+    factory: str = "tests.server.engine_mock:build",
+    temporary: Path | None = None,
+    drain_s: float = 10.0,
 ) -> subprocess.Popen[str]:
     path = os.pathsep.join(p for p in sys.path if p)
     environment = {**os.environ, "PYTHONPATH": path}
     if temporary is not None:
         environment["TMPDIR"] = str(temporary)
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.server.serve_script", str(port), factory],
+        [sys.executable, "-m", "tests.server.serve_script", str(port), factory, str(drain_s)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -34,9 +37,9 @@ def start(
 
 @contextmanager
 def ready(
-    temporary: Path, factory: str = "tests.server.engine_mock:build"
+    temporary: Path, factory: str = "tests.server.engine_mock:build", drain_s: float = 10.0
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = start(0, factory, temporary)
+    process = start(0, factory, temporary, drain_s)
     assert process.stdout is not None and process.stderr is not None
     try:
         line = process.stdout.readline()
@@ -61,6 +64,20 @@ def test_signals_end_it_in_order(tmp_path: Path, number: signal.Signals, code: i
             rest = list(lines)
         assert "data: [DONE]" in rest, "a request in flight is finished"
         assert process.wait(10) == code
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_requests_that_outlast_the_drain_are_told_so(tmp_path: Path) -> None:
+    with ready(tmp_path, drain_s=0.2) as (process, url):
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1900, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, trust_env=False) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            process.terminate()
+            rest = list(lines)
+        assert any("the engine was closed" in line for line in rest)
+        assert process.wait(10) == 0
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
     assert list(tmp_path.iterdir()) == []
 

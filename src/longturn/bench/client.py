@@ -99,7 +99,9 @@ class ChatClient:
         try:
             async with self._http.get(f"{self.url}/v1/models", timeout=aiohttp.ClientTimeout(total=15)) as response:
                 body = await response.read()
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.InvalidURL, ValueError) as error:
+            raise TargetError(f"'{self.url}' is not an http:// or https:// address") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise TargetError(f"no answer from {self.url}: {_reason(error)}") from error
         if response.status != 200:
             raise TargetError(f"{self.url}/v1/models answered {response.status}: {_error_text(body)}")
@@ -241,6 +243,11 @@ def _reason(error: BaseException) -> str:
     """One line for a transport error; aiohttp leaves some of them without a message."""
     if isinstance(error, TimeoutError):
         return "timed out"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        # asyncio replaces the system's words with the address, which the reader knows already.
+        cause = error.os_error
+        refused = isinstance(cause, ConnectionRefusedError)
+        return "connection refused" if refused else str(cause.strerror or cause).lower()
     return " ".join(str(error).split()) or type(error).__name__
 
 

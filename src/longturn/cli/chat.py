@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longturn.cli.options import add_config_flags, config_from_args, given
-from longturn.errors import ConfigError
+from longturn.cli.options import add_config_flags, check_number, config_from_args, given
 
 if TYPE_CHECKING:
     from longturn.bench.client import ChatClient
@@ -38,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.max_tokens < 1:
-        raise ConfigError(f"--max-tokens must be at least 1, not {args.max_tokens}")
+    check_number("--max-tokens", args.max_tokens, 1)
     config = config_from_args(args)
     with ExitStack() as stack:
         if args.url is None:
@@ -83,6 +81,17 @@ class _Conversation:
         self.cached_tokens += answer.cached_tokens or 0
         self.output_tokens += answer.output_tokens or 0
 
+    def figures(self) -> dict[str, int]:
+        names = ("turns", "prompt_tokens", "cached_tokens", "output_tokens")
+        return {name: getattr(self, name) for name in names}
+
+    def summary(self) -> str:
+        share = f" ({100 * self.cached_tokens / self.prompt_tokens:.0f} %)" if self.prompt_tokens else ""
+        return (
+            f"{self.turns} turn{'' if self.turns == 1 else 's'}: {self.prompt_tokens:,} prompt tokens, "
+            f"{self.cached_tokens:,} cached{share}, {self.output_tokens:,} output"
+        )
+
 
 def _talk(
     url: str, model: str | None, key: str | None, system: str | None, sampling: dict[str, Any], *, as_json: bool
@@ -102,7 +111,7 @@ def _talk(
                 print(f"{name} at {url}. /help lists commands.")
             for line in _lines(interactive):
                 if line.startswith("/"):
-                    if not _command(line, conversation):
+                    if not _command(line, conversation, as_json):
                         break
                     continue
                 body = {**sampling, "model": name}
@@ -168,23 +177,24 @@ def _show_cost(answer: Answer, as_json: bool) -> None:
     print(f"\n\x1b[2m{text}\x1b[0m" if sys.stdout.isatty() else f"\n{text}", flush=True)
 
 
-def _command(line: str, conversation: _Conversation) -> bool:
-    """Do a slash command; returns whether the conversation goes on."""
-    match line.strip():
-        case "/exit" | "/quit":
-            return False
+def _command(line: str, conversation: _Conversation, as_json: bool) -> bool:
+    """Do a slash command; returns whether the conversation goes on. With `as_json` its answer is a JSON object too."""
+    command = line.strip()
+    if command in ("/exit", "/quit"):
+        return False
+    figures: dict[str, Any] = {}
+    match command:
         case "/reset":
             conversation.reset()
-            print("forgotten")
+            text = "forgotten"
         case "/stats":
-            c = conversation
-            share = f" ({100 * c.cached_tokens / c.prompt_tokens:.0f} %)" if c.prompt_tokens else ""
-            print(f"{c.turns} turns: {c.prompt_tokens:,} prompt tokens, {c.cached_tokens:,} cached{share}, ", end="")
-            print(f"{c.output_tokens:,} output")
+            figures = conversation.figures()
+            text = conversation.summary()
         case "/help":
-            print(HELP)
-        case other:
-            print(f"unknown command {other}\n{HELP}")
+            text = HELP
+        case _:
+            text = f"unknown command {command}\n{HELP}"
+    print(json.dumps({"command": command, "text": text, **figures}) if as_json else text, flush=True)
     return True
 
 

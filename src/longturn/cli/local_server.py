@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -48,7 +49,7 @@ def local_server(
     """
     port = free_port()
     served = dataclasses.replace(config, server=dataclasses.replace(config.server, host="127.0.0.1", port=port))
-    with tempfile.TemporaryDirectory(prefix="longturn-") as folder:
+    with _sigterm_unwinds(), tempfile.TemporaryDirectory(prefix="longturn-") as folder:
         config_path, log_path = Path(folder) / "config.yaml", Path(folder) / "server.log"
         config_path.touch(mode=0o600)  # it may hold API keys
         config_path.write_text(json.dumps(dataclasses.asdict(served)), encoding="utf-8")  # JSON is YAML
@@ -68,6 +69,23 @@ def local_server(
             yield url
         finally:
             _stop(process)
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Let SIGTERM end the program as an exception does, so that the server is stopped and its files are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread only
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def free_port() -> int:

@@ -10,6 +10,8 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import json
+import math
 import re
 import textwrap
 import types
@@ -42,7 +44,12 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 _DEST = "setting:"
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+_PRIVATE = frozenset({"server.api_keys", "model.path", "cache_dir"})
+_UNITS = {"": 1} | {
+    prefix + binary: base**power
+    for binary, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +156,8 @@ def _default_text(setting: Setting) -> str:
 
 def byte_count(text: str) -> int:
     """A number of bytes, with a unit if it has one: 1000000, 512M, 512MiB, 2Gi."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:  # a lone `i` matches too
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes such as 1000000, 512MiB or 2G")
     return int(float(match[1]) * _UNITS[match[2]])
 
@@ -159,7 +166,7 @@ def config_from_args(args: argparse.Namespace) -> EngineConfig:
     """The configuration that the parsed flags stand for.
 
     Raises:
-        ConfigError: an unreadable file, an unknown setting, a wrong type, or two models.
+        ConfigError: an unreadable file, an unknown setting, a wrong type, a value out of range, or two models.
     """
     tree: dict[str, Any] = _read_yaml(Path(args.config)) if args.config is not None else {}
     for dest, value in vars(args).items():
@@ -179,9 +186,28 @@ def config_from_args(args: argparse.Namespace) -> EngineConfig:
     return config_from_dict(EngineConfig, tree)
 
 
+def check_number(flag: str, value: float, least: int) -> None:
+    """Raises ConfigError unless the value of a verb's own flag is finite and at least `least`."""
+    if not (math.isfinite(value) and value >= least):
+        raise ConfigError(f"{flag} must be at least {least}, not {value}")
+
+
 def given(args: argparse.Namespace, name: str) -> Any:
     """The value that a setting's flag was given, or None: for verbs that use a flag for themselves too."""
     return getattr(args, _DEST + name, None)
+
+
+def repeat_flags(args: argparse.Namespace) -> list[str]:
+    """Flags that give the same configuration again, less what must not be published: keys and this machine's paths."""
+    flags = ["--config", Path(args.config).name] if args.config is not None else []
+    pairs = [
+        (dest.removeprefix(_DEST), json.dumps(value)) for dest, value in vars(args).items() if dest.startswith(_DEST)
+    ]
+    pairs += [(name.strip(), text) for name, _, text in (assignment.partition("=") for assignment in args.sets)]
+    for name, text in pairs:
+        if name not in _PRIVATE:
+            flags += ["--set", f"{name}={text}"]
+    return flags
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
@@ -200,7 +226,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML's dates and integers raise ValueError
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if tree is None:
         return {}
@@ -219,5 +245,5 @@ def _scalar(name: str, text: str) -> Any:
             raise ConfigError(f"'{name}': {error}") from error
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # as in `_read_yaml`
         raise ConfigError(f"--set {name}: '{text}' is not a YAML value") from error

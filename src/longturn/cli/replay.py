@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longturn.cli.options import check_number
 from longturn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,24 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, value, least in (
-        ("--lanes", args.lanes, 1),
-        ("--copies", args.copies, 1),
-        ("--pause-scale", args.pause_scale, 0),
-    ):
-        if not value >= least:
-            raise ConfigError(f"{name} must be at least {least}, not {value}")
+    check_number("--lanes", args.lanes, 1)
+    check_number("--copies", args.copies, 1)
+    check_number("--pause-scale", args.pause_scale, 0)
     if not args.timeout > 0:
         raise ConfigError(f"--timeout must be more than 0, not {args.timeout}")
 
     from longturn.bench.replay import ReplayOptions
     from longturn.bench.session import load_named_session
     from longturn.cli.main import INTERRUPTED
-    from longturn.cli.results import make_result, make_run, result_table, save, totals_lines
+    from longturn.cli.results import make_result, make_run, show_and_save
     from longturn.cli.terminal import Progress
-    from longturn.report.schema import to_json
+    from longturn.report.schema import check_writable
 
     sessions = [load_named_session(name) for name in args.session or ["repo_fix"]]
+    check_writable(Path(args.out))
     options = ReplayOptions(
         pause_scale=args.pause_scale,
         lanes=args.lanes,
@@ -80,13 +78,7 @@ def run(args: argparse.Namespace) -> int:
         progress.close()
     outcome = make_run("measured", args.url, measured)
     result = make_result(args.title, _command(args), model, sessions, options, [outcome])
-    json_path, page_path = save(result, Path(args.out))
-    if args.json:
-        sys.stdout.write(to_json(result).decode())
-    else:
-        print(result_table(result))
-        print("\n".join(totals_lines(outcome)))
-        print(f"results: {json_path}\npage:    {page_path.resolve().as_uri()}")
+    show_and_save(result, Path(args.out), as_json=args.json)
     if measured.interrupted:
         print(
             f"longturn: interrupted after {len(outcome.turns)} of {measured.planned_turns} turns, results are partial",

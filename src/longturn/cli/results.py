@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +16,7 @@ from longturn.cli.machine import cpu_name, memory_bytes, system_name, usable_cor
 from longturn.cli.terminal import table
 from longturn.cli.version import installed_version, longturn_version
 from longturn.report.page import count_text, percent_text, rate_text, ratio_text, seconds_text, write_page
-from longturn.report.schema import Environment, Result, Run, Totals, TurnResult, save_result
+from longturn.report.schema import Environment, Result, Run, Totals, TurnResult, save_result, to_json
 
 
 def make_run(name: str, server: str, replay: Replay) -> Run:
@@ -102,12 +103,23 @@ def environment() -> Environment:
     )
 
 
-def save(result: Result, folder: Path) -> tuple[Path, Path]:
-    """Write `result.json` and `index.html`; returns their paths."""
+def show_and_save(result: Result, folder: Path, *, as_json: bool) -> None:
+    """Print the result, then write `result.json` and `index.html`: a full disk must not cost what was measured.
+
+    Raises:
+        ResultError: a file cannot be written.
+    """
+    if as_json:
+        sys.stdout.write(to_json(result).decode())
+    else:
+        print(result_table(result), end="\n\n")
+        print("\n".join(line for run in result.runs for line in totals_lines(run)), end="\n\n")
+    sys.stdout.flush()
     json_path, page_path = folder / "result.json", folder / "index.html"
     save_result(result, json_path)
     write_page(result, page_path)
-    return json_path, page_path
+    if not as_json:
+        print(f"results: {json_path}\npage:    {page_path.resolve().as_uri()}")
 
 
 def result_table(result: Result) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
+from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig, check_config
 from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import EngineRequest
 from longturn.errors import ConfigError, RequestError
@@ -17,20 +17,8 @@ def context_limit(info: ExecutorInfo) -> int:
 
 def validate_config(scheduler: SchedulerConfig, cache: CacheConfig, info: ExecutorInfo) -> None:
     """Raises ConfigError, naming the setting, if one is out of range."""
-    at_least = {
-        "scheduler.max_running": (scheduler.max_running, 1),
-        "scheduler.step_tokens": (scheduler.step_tokens, 1),
-        "scheduler.target_itl_ms": (scheduler.target_itl_ms, 0),
-        "scheduler.ageing_ms": (scheduler.ageing_ms, 0),
-        "scheduler.expected_output_tokens": (scheduler.expected_output_tokens, 1),
-        "scheduler.max_waiting": (scheduler.max_waiting, 1),
-        "cache.retention_half_life_s": (cache.retention_half_life_s, 0),
-    }
-    for name, (value, least) in at_least.items():
-        if not value >= least:  # so that NaN is refused too
-            raise ConfigError(f"'{name}' must be at least {least}, not {value}")
-    if not 0 <= scheduler.decode_share < 1:
-        raise ConfigError(f"'scheduler.decode_share' must be at least 0 and below 1, not {scheduler.decode_share}")
+    check_config(scheduler, where="scheduler.")
+    check_config(cache, where="cache.")
     if info.pages < 2:
         raise ConfigError(
             f"'cache.memory_bytes' is too small for one page of {info.page_bytes} bytes and the null page"

@@ -72,16 +72,15 @@ class ChatTemplates:
                 f"chat_template_kwargs must not set '{taken[0]}', which the request has a field for",
                 param="chat_template_kwargs",
             )
-        variables = {**self._special, "documents": None, **_plain(prompt.template_kwargs)}
         try:
             return template.render(
-                variables,
+                {**self._special, "documents": None, **_plain(prompt.template_kwargs)},
                 messages=[_message(message) for message in prompt.messages],
                 tools=_plain(list(prompt.tools)) if prompt.tools else None,
                 add_generation_prompt=prompt.add_generation_prompt,
             )
         except RecursionError as error:
-            raise RequestError("the chat template nests too deeply for these messages", param="messages") from error
+            raise RequestError("the messages are nested too deeply for the chat template", param="messages") from error
         except Exception as error:
             # A template computes with what the client sent, so any Python error may come of it; it is the request
             # that does not fit the template, whatever the type.
@@ -108,10 +107,14 @@ def with_reasoning(prompt: ChatPrompt, known: Mapping[int, str]) -> ChatPrompt |
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates expect it.
 
-    No nulls (templates print them), reasoning under each of its usual names, and the arguments of tool calls as the
-    objects that OpenAI's dialect writes as strings (templates turn them to JSON, which would quote them twice).
+    No nulls (templates print them), a content also where a message only calls tools (simple templates read it all the
+    same), reasoning under each of its usual names, and the arguments of tool calls as the objects that OpenAI's dialect
+    writes as strings (templates turn them to JSON, which would quote them twice).
     """
-    plain: dict[str, Any] = {key: value for key, value in _plain(message).items() if value is not None}
+    given: dict[str, Any] = _plain(message)
+    if given.get("tool_calls") and given.get("content") is None:
+        given["content"] = ""
+    plain = {key: value for key, value in given.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING_FIELDS if key in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}

@@ -42,6 +42,8 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise RequestError(f"{where}{what[0].lower()}{what[1:]}", param=path or None, code="invalid_type") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise RequestError("the request body is nested too deeply", code="invalid_json") from None
 
 
 def check_model(asked: str | None, served: str) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import importlib.util
 import logging
+import math
 import os
 import signal
 import socket
@@ -26,8 +27,10 @@ from longturn.server.ports import ServedModel, TextService
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 10
-"""Time that requests in flight have to finish when the server is told to stop."""
+DRAIN_S = 10.0
+"""Time that requests in flight have to finish when the server is told to stop; then they are answered with an error."""
+LAST_WORDS_S = 2
+"""Time for those errors to leave, before uvicorn cancels what is left."""
 KEEP_ALIVE_S = 75
 """An idle connection lives this long: agents pause between turns, and a reused connection that the server is just
 closing fails a request."""
@@ -63,7 +66,8 @@ def bind(server: ServerConfig) -> socket.socket:
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, OverflowError, UnicodeError) as error:
-        raise ListenError(f"cannot listen on {where}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ListenError(f"cannot listen on {where}: {reason}") from None
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,6 +90,7 @@ def serve(
     build_service: BuildService | None = None,
     engine_factory: str = DEFAULT_FACTORY,
     on_ready: Callable[[str], None] | None = None,
+    drain_s: float = DRAIN_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM; returns after SIGTERM.
 
@@ -101,7 +106,7 @@ def serve(
     sock = bind(config.server)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            received = runner.run(_serve(config, sock, build, engine_factory, on_ready or _announce))
+            received = runner.run(_serve(config, sock, build, engine_factory, on_ready or _announce, drain_s))
     finally:
         sock.close()
     if received == signal.SIGINT:
@@ -114,10 +119,12 @@ async def _serve(
     build_service: BuildService,
     engine_factory: str,
     on_ready: Callable[[str], None],
+    drain_s: float,
 ) -> int | None:
     """Returns the signal that ended it, if one did."""
     received: list[int] = []
     server: _Server | None = None
+    closing: list[asyncio.Task[None]] = []
     task = asyncio.current_task()
     assert task is not None
 
@@ -130,6 +137,8 @@ async def _serve(
             server.force_exit = True
         else:
             server.should_exit = True
+            # Readers of a closed engine get an error that says so; uvicorn alone would cut their connections.
+            loop.call_later(drain_s, lambda: closing.append(loop.create_task(engine.close())))
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -148,12 +157,13 @@ async def _serve(
         context = min(model.max_context_tokens, info.max_context_tokens)
         model = dataclasses.replace(model, max_context_tokens=context)
         app = create_app(service, config, engine=engine, model=model)
-        server = _Server(_uvicorn_config(app))
+        server = _Server(_uvicorn_config(app, drain_s))
         await _listen(server, sock, lambda: on_ready(url_of(sock)))
     except asyncio.CancelledError:
         if not received:
             raise
     finally:
+        await asyncio.gather(*closing)
         await engine.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -172,7 +182,7 @@ async def _listen(server: _Server, sock: socket.socket, on_ready: Callable[[], N
         raise _listen_error(url_of(sock), error) from None
 
 
-def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, drain_s: float) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
@@ -183,7 +193,7 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=DRAIN_S,
+        timeout_graceful_shutdown=math.ceil(drain_s) + LAST_WORDS_S,
     )
 
 
