@@ -103,7 +103,7 @@ PLAIN = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "
 
 
 def transformers_render(template: str, messages: list[dict[str, Any]], tools: Any, generate: bool, **extra: Any) -> str:
-    """What `apply_chat_template` renders with these special tokens, but for our one difference: null content is empty."""
+    """What `apply_chat_template` renders with these special tokens, but for one thing: null content is empty."""
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     chat = utils._normalize_chat_messages([{**m, "content": m["content"] or ""} for m in messages])
     (text,), _ = utils.render_jinja_template(
