@@ -62,7 +62,12 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         (["bench", "replay"], "--url"),
         (["bench", "replay", "--url", "http://h", "--lanes", "0"], "--lanes must be at least 1"),
         (["bench", "replay", "--url", "http://h", "--pause-scale", "nan"], "--pause-scale"),
+        (["bench", "replay", "--url", "http://h", "--pause-scale", "inf"], "--pause-scale"),
+        (["bench", "replay", "--url", "http://h", "--out", "/dev/null/x"], "cannot write to /dev/null/x"),
         (["demo", "--session", "nope"], "no session 'nope'"),
+        (["demo", "--pause-scale", "inf"], "--pause-scale"),
+        (["demo", "--out", "/dev/null/x"], "cannot write to /dev/null/x"),
+        (["demo", "--threads", "0"], "'executor.threads' must be"),
         (["chat", "--max-tokens", "0"], "--max-tokens"),
     ],
 )

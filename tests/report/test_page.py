@@ -60,7 +60,7 @@ def test_the_page_nests_and_shows_the_figures_without_scripts() -> None:
         "896",
         "50.0",
         "39.0 %",
-        "2.0× less",
+        "2.0× shorter",
         "longturn serve --set x",
         "8 GiB",
     ):

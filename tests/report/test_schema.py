@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longturn.report.schema import ResultError, from_json, load_result, save_result, to_json
+from longturn.report.schema import ResultError, check_writable, from_json, load_result, save_result, to_json
 from tests.report.samples import result
 
 
@@ -55,3 +55,13 @@ def test_files_are_written_whole(tmp_path: Path) -> None:
     blocked.write_text("x")
     with pytest.raises(ResultError, match="cannot write"):
         save_result(result(), blocked / "result.json")
+
+
+def test_a_folder_is_tried_before_anything_is_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    check_writable(folder)
+    check_writable(folder)
+    assert list(folder.iterdir()) == []
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ResultError, match=f"cannot write to {tmp_path}/file/x"):
+        check_writable(tmp_path / "file" / "x")

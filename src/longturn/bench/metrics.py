@@ -14,6 +14,7 @@ Definitions:
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,33 @@ def percentile(values: Sequence[float], p: float) -> float:
     low = math.floor(rank)
     high = math.ceil(rank)
     return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Mean, spread and percentiles of one quantity, in that quantity's own unit."""
+
+    count: int
+    mean: float
+    std: float
+    """Population standard deviation: the values are the whole run, not a sample of one."""
+    min: float
+    p50: float
+    p75: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+def distribution(values: Iterable[float | None]) -> Distribution | None:
+    """The distribution of the values that exist; None if there are none."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return None
+    p50, p75, p90, p95, p99 = (percentile(known, p) for p in (50, 75, 90, 95, 99))
+    mean = statistics.fmean(known)
+    return Distribution(len(known), mean, statistics.pstdev(known, mean), known[0], p50, p75, p90, p95, p99, known[-1])
 
 
 def ttft_s(answer: Answer) -> float | None:

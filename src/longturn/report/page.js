@@ -30,7 +30,7 @@
   function niceStep(top, ticks) {
     const raw = top / ticks;
     const unit = 10 ** Math.floor(Math.log10(raw));
-    return unit * [1, 2, 5, 10].find((m) => m * unit >= raw);
+    return unit * [1, 2, 2.5, 5, 10].find((m) => m * unit >= raw);
   }
 
   function axis(top, low, height, log) {
@@ -88,7 +88,7 @@
       });
       if (marks && !phone) {
         const mark = marks(row);
-        if (mark) { const t = element("text", { class: "mark", x: slot / 2, y: mark.y(y) - 5, "text-anchor": "middle" }, group); t.textContent = mark.text; }
+        if (mark) { const t = element("text", { class: "mark", x: start + (stacks.length - 1) * (bar + gap) + bar / 2, y: mark.y(y) - 5, "text-anchor": "middle" }, group); t.textContent = mark.text; }
       }
       const every = Math.ceil(24 / slot);
       if (i % every === 0) { const t = element("text", { x: slot / 2, y: height + 18, "text-anchor": "middle" }, group); t.textContent = row.on.index + 1; }
@@ -152,7 +152,7 @@
       format: short,
       describe: (r) => [name(r.on), [main.name, r.on.ttft_ms === null ? "failed" : seconds(r.on.ttft_ms)],
         ...(r.off && r.off.ttft_ms !== null ? [[base.name, seconds(r.off.ttft_ms)]] : []),
-        ...(time(r.on) && time(r.off) ? [["sooner by", (time(r.off) / time(r.on)).toFixed(1) + "×"]] : [])],
+        ...(time(r.on) && time(r.off) ? [[`${base.name} ÷ ${main.name}`, (time(r.off) / time(r.on)).toFixed(1) + "×"]] : [])],
       marks: (r) => (time(r.on) && time(r.off) && time(r.off) / time(r.on) >= 1.5
         ? { text: (time(r.off) / time(r.on)).toFixed(time(r.off) / time(r.on) < 10 ? 1 : 0) + "×", y: (y) => Math.min(y(time(r.on)), y(time(r.off))) } : null),
     });

@@ -6,6 +6,7 @@ data, which the page carries as JSON.
 
 from __future__ import annotations
 
+import re
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -26,6 +27,7 @@ def render_page(result: Result) -> str:
         "LEDE": escape(_lede(result)),
         "NOTICE": _notice(result),
         "CARDS": _cards(main, baseline),
+        "TTFT_TEXT": _ttft_text(baseline),
         "TOKENS_TEXT": escape(_tokens_text(main)),
         "TABLE": turn_table(main, baseline),
         "TOTALS": totals_table(result.runs),
@@ -109,8 +111,13 @@ def _notice(result: Result) -> str:
 
 
 def _card(what: str, figure: str, detail: str) -> str:
-    what, figure, detail = escape(what), escape(figure), escape(detail)
+    what, figure, detail = escape(what), escape(figure), escape(_unbroken(detail))
     return f'<div class="card"><span class="what">{what}</span><b>{figure}</b><span>{detail}</span></div>'
+
+
+def _unbroken(text: str) -> str:
+    """No line break between a figure and its unit."""
+    return re.sub(r"(?<=\d) (?=m?s\b|tok/s|%)", "\u00a0", text)
 
 
 def _cards(main: Run, baseline: Run | None) -> str:
@@ -121,7 +128,7 @@ def _cards(main: Run, baseline: Run | None) -> str:
         cards.append(
             _card(
                 "Waiting for first tokens",
-                ratio_text(baseline.totals.ttft_sum_ms, totals.ttft_sum_ms) + " less",
+                _shorter(totals.ttft_sum_ms, baseline.totals.ttft_sum_ms),
                 f"{seconds_text(totals.ttft_sum_ms)} in all turns together; "
                 f"{seconds_text(baseline.totals.ttft_sum_ms)} with {baseline.name}",
             )
@@ -166,6 +173,13 @@ def _cards(main: Run, baseline: Run | None) -> str:
     return "\n".join(cards)
 
 
+def _shorter(time_ms: float, than_ms: float) -> str:
+    """How two times compare, in words that fit either way."""
+    if time_ms <= than_ms:
+        return f"{ratio_text(than_ms, time_ms)} shorter"
+    return f"{ratio_text(time_ms, than_ms)} longer"
+
+
 def _last_pair(main: Run, baseline: Run) -> tuple[float | None, float | None]:
     """TTFT of the last turn that both runs have."""
     for turn in reversed(main.turns):
@@ -177,6 +191,14 @@ def _last_pair(main: Run, baseline: Run) -> tuple[float | None, float | None]:
 
 def _same_turn(run: Run, turn: TurnResult) -> TurnResult | None:
     return next((t for t in run.turns if t.session == turn.session and t.index == turn.index), None)
+
+
+def _ttft_text(baseline: Run | None) -> str:
+    """As HTML; narrow charts have no room for figures above the bars, nor for the words about them."""
+    text = "How long the agent waits in each turn before the model starts to answer."
+    if baseline is not None:
+        text += f' <span class="wide">Above: times longer with {escape(baseline.name)}.</span>'
+    return text
 
 
 def _tokens_text(main: Run) -> str:
@@ -263,7 +285,7 @@ def _totals_column(totals: Totals) -> dict[str, str]:
             continue
         p50 = getattr(totals, f"{field}_p50_ms")
         p90 = getattr(totals, f"{field}_p90_ms")
-        column[name] = f"{seconds_text(p50)} / {seconds_text(p90)}"
+        column[name] = _unbroken(f"{seconds_text(p50)} / {seconds_text(p90)}")
     column["Throughput total / output, tok/s"] = (
         f"{rate_text(totals.total_tokens_per_s)} / {rate_text(totals.output_tokens_per_s)}"
     )

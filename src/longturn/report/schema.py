@@ -179,7 +179,7 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         ResultError: the folder cannot be written.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = _scratch(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_bytes(data)
@@ -188,3 +188,24 @@ def write_whole(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             scratch.unlink()
         raise ResultError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder and write to it: better refused now than after an hour's measurement.
+
+    Raises:
+        ResultError: the folder cannot be made or written.
+    """
+    scratch = _scratch(folder / "probe")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(b"\0")
+        scratch.unlink()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise ResultError(f"cannot write to {folder}: {error.strerror or error}") from error
+
+
+def _scratch(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")

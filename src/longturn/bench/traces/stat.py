@@ -1,0 +1,204 @@
+"""What is in a trace, as pure functions over session trees.
+
+The theoretical hit rate is that of a cache which forgets nothing: requests in recorded order, each hitting the blocks
+at its prompt's start that an earlier request of its namespace had. `blocks` counts hashed blocks over hashed blocks,
+as the field does; `tokens` counts cached tokens over all input tokens, which is what a server reports.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from longturn.bench.metrics import percentile
+from longturn.bench.traces.blocks import NO_BLOCKS
+from longturn.bench.traces.timeline import agent_spans, alive_over_time, levels, request_spans
+from longturn.bench.traces.tree import SessionTree, TraceRequest
+
+PERCENTILES = (50, 75, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of one quantity, in its own unit; percentiles interpolate linearly."""
+
+    count: int
+    total: float
+    mean: float
+    min: float
+    p50: float
+    p75: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class HitRate:
+    """Of an unbounded prefix cache."""
+
+    hit_blocks: int
+    blocks: int
+    cached_tokens: int
+    input_tokens: int
+
+    @property
+    def by_blocks(self) -> float | None:
+        """Hit blocks over hashed blocks; None if nothing is hashed."""
+        return self.hit_blocks / self.blocks if self.blocks else None
+
+    @property
+    def by_tokens(self) -> float:
+        """Cached tokens over input tokens."""
+        return self.cached_tokens / self.input_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How long exactly `count` were alive at once."""
+
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStat:
+    """One session tree."""
+
+    id: str
+    source: str
+    turns: int
+    """Requests of the root agent."""
+    requests: int
+    """Requests of all agents."""
+    agents: dict[str, int]
+    """Conversations by kind, root included."""
+    input_tokens: int
+    output_tokens: int
+    max_context_tokens: int
+    """Largest input and output of one request together."""
+    span_s: float
+    hit: HitRate
+    """With a cache of its own, which starts empty."""
+    most_agents: int
+    """Most conversations alive at once, from first request to last answer."""
+    most_requests: int
+    """Most requests in flight at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStat:
+    """All sessions together."""
+
+    sessions: tuple[SessionStat, ...]
+    requests: int
+    agents: dict[str, int]
+    block_tokens: tuple[int, ...]
+    """Block sizes that occur."""
+    without_duration: int
+    """Requests whose recorded server time is missing."""
+    turns: Distribution
+    """Requests of a root agent."""
+    input_tokens: Distribution
+    output_tokens: Distribution
+    gap_s: Distribution | None
+    """Pauses before requests, those that start a session left out; None if there are none."""
+    span_s: Distribution
+    hit: HitRate
+    agents_alive: tuple[Level, ...]
+    """Within sessions, summed over them: time with 0, 1, 2, ... agents alive."""
+    requests_alive: tuple[Level, ...]
+    """The same for requests in flight."""
+
+
+def distribution(values: Sequence[float]) -> Distribution:
+    """Raises ValueError if there are no values."""
+    ordered = sorted(values)
+    p50, p75, p90, p95, p99 = (percentile(ordered, p) for p in PERCENTILES)
+    total = sum(ordered)
+    return Distribution(len(ordered), total, total / len(ordered), ordered[0], p50, p75, p90, p95, p99, ordered[-1])
+
+
+def hit_rate(trees: Sequence[SessionTree]) -> HitRate:
+    """Hit rate of an unbounded cache; trees of one namespace share it, in order of arrival."""
+    seen: dict[str, set[int]] = {}
+    hit_blocks = blocks = cached = tokens = 0
+    for tree, request in _timeline(trees):
+        known = seen.setdefault(tree.namespace, set())
+        depth, new, node = tree.trie.depth(request.node), 0, request.node
+        while node != NO_BLOCKS and node not in known:  # what is before a known block is known
+            known.add(node)
+            node = tree.trie.parent(node)
+            new += 1
+        hit_blocks += depth - new
+        blocks += depth
+        # A last block may be partial, so cached tokens end at the prompt's end at the latest.
+        cached += min((depth - new) * tree.block_tokens, request.input_tokens)
+        tokens += request.input_tokens
+    return HitRate(hit_blocks, blocks, cached, tokens)
+
+
+def _timeline(trees: Sequence[SessionTree]) -> list[tuple[SessionTree, TraceRequest]]:
+    pairs = [(tree, request) for tree in trees for request in tree.in_time_order()]
+    return sorted(pairs, key=lambda pair: pair[0].arrival_s + pair[1].start_s)
+
+
+def session_stat(tree: SessionTree) -> SessionStat:
+    """One session alone."""
+    requests = list(tree.requests())
+    return SessionStat(
+        id=tree.id,
+        source=tree.source,
+        turns=len(tree.root.requests),
+        requests=len(requests),
+        agents=dict(Counter(item.kind for item in tree.conversations)),
+        input_tokens=sum(item.input_tokens for item in requests),
+        output_tokens=sum(item.output_tokens for item in requests),
+        max_context_tokens=max(item.input_tokens + item.output_tokens for item in requests),
+        span_s=tree.span_s,
+        hit=hit_rate([tree]),
+        most_agents=max((alive for _, alive in alive_over_time(agent_spans(tree))), default=0),
+        most_requests=max((alive for _, alive in alive_over_time(request_spans(tree))), default=0),
+    )
+
+
+def trace_stat(trees: Sequence[SessionTree]) -> TraceStat:
+    """Everything about some sessions.
+
+    Args:
+        trees: at least one.
+    """
+    requests = [request for tree in trees for request in tree.requests()]
+    gaps = [
+        request.gap_s
+        for tree in trees
+        for conversation in tree.conversations
+        for request in conversation.requests[1 if conversation.spawn_after is None else 0 :]
+    ]
+    agents: dict[int, float] = defaultdict(float)
+    flights: dict[int, float] = defaultdict(float)
+    for tree in trees:
+        for total, spans in ((agents, agent_spans(tree)), (flights, request_spans(tree))):
+            for count, seconds in levels(alive_over_time(spans)).items():
+                total[count] += seconds
+    return TraceStat(
+        sessions=tuple(session_stat(tree) for tree in trees),
+        requests=len(requests),
+        agents=dict(Counter(item.kind for tree in trees for item in tree.conversations)),
+        block_tokens=tuple(sorted({tree.block_tokens for tree in trees})),
+        without_duration=sum(item.duration_s is None for item in requests),
+        turns=distribution([len(tree.root.requests) for tree in trees]),
+        input_tokens=distribution([item.input_tokens for item in requests]),
+        output_tokens=distribution([item.output_tokens for item in requests]),
+        gap_s=distribution(gaps) if gaps else None,
+        span_s=distribution([tree.span_s for tree in trees]),
+        hit=hit_rate(trees),
+        agents_alive=_levels(agents),
+        requests_alive=_levels(flights),
+    )
+
+
+def _levels(found: Mapping[int, float]) -> tuple[Level, ...]:
+    return tuple(Level(count, seconds) for count, seconds in sorted(found.items()) if seconds > 0)
