@@ -29,30 +29,51 @@ class FakeServer:
     report_cached: bool = True
     send_token_ids: bool = True
     fail_turns: dict[int, str] = field(default_factory=dict)
-    """Request number -> "500", "reset" (before the first byte), "cut" (mid-stream) or "error-event"."""
+    """Request number -> "500", "overflow", "reset" (before the first byte), "cut" (mid-stream) or "error-event"."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    seen: dict[str, set[tuple[str, ...]]] = field(default_factory=dict)
+    seen: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
     aborted: int = 0
     alive: int = 0
     most_alive: int = 0
+    max_model_len: int | None = None
+    vocabulary: dict[str, int] = field(default_factory=dict)
 
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._chat)
+        app.router.add_post("/tokenize", self._tokenize)
         return app
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(text="ok")
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "fake-1", "object": "model"}]})
+        model: dict[str, Any] = {"id": "fake-1", "object": "model"}
+        if self.max_model_len is not None:
+            model["max_model_len"] = self.max_model_len
+        return web.json_response({"object": "list", "data": [model]})
+
+    def tokens(self, body: dict[str, Any]) -> list[int]:
+        """Token ids of a prompt; a chat message has one for its role and one for each word."""
+        prompt = body.get("prompt")
+        if isinstance(prompt, list):
+            return prompt
+        if isinstance(prompt, str):
+            words = prompt.split()
+        else:
+            words = [word for message in body["messages"] for word in (message["role"], *message["content"].split())]
+        return [self.vocabulary.setdefault(word, len(self.vocabulary)) for word in words]
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"tokens": self.tokens(json.loads(await request.read()))})
 
     def _count(self, body: dict[str, Any]) -> tuple[int, int]:
         """(prompt tokens, cached tokens); remembers the prompt's pages."""
-        words = tuple(word for message in body["messages"] for word in (message["role"], *message["content"].split()))
+        words = tuple(self.tokens(body))
         seen = self.seen.setdefault(body.get("cache_salt", ""), set())
         pages = [words[: end + PAGE] for end in range(0, len(words) - PAGE, PAGE)]
         hits = 0
@@ -69,6 +90,8 @@ class FakeServer:
         failure = self.fail_turns.get(number)
         if failure == "500":
             return web.json_response({"error": {"message": "scripted\nfailure"}}, status=500)
+        if failure == "overflow":
+            return web.json_response({"error": {"message": "the context holds fewer tokens"}}, status=400)
         if failure == "reset":
             assert request.transport is not None
             request.transport.abort()
@@ -93,7 +116,11 @@ class FakeServer:
         while written < body["max_tokens"]:
             count = min(self.bundle, body["max_tokens"] - written)
             await asyncio.sleep(self.token_s * count)
-            choice: dict[str, Any] = {"index": 0, "delta": {"content": "w " * count}}
+            text = "w " * count
+            choice: dict[str, Any] = {
+                "index": 0,
+                **({"text": text} if "prompt" in body else {"delta": {"content": text}}),
+            }
             if self.send_token_ids and body.get("return_token_ids"):
                 choice["token_ids"] = list(range(count))
             await self._event(response, {"choices": [choice]})

@@ -15,7 +15,7 @@ from longturn.errors import LongturnError, ModelError
 HEAVY = {"torch", "numpy", "aiohttp", "yaml", "starlette", "uvicorn", "zmq", "transformers", "jinja2"}
 
 
-@pytest.mark.parametrize("argv", [[verb] for verb in VERBS] + [["bench", "replay"]])
+@pytest.mark.parametrize("argv", [[verb] for verb in VERBS] + [["bench", "replay"], ["bench", "agentx"]])
 def test_help_of_every_verb_imports_nothing_heavy(argv: list[str]) -> None:
     code = (
         "import sys\nfrom longturn.cli.main import main\n"

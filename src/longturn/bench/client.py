@@ -1,4 +1,4 @@
-"""A light streaming client for `/v1/chat/completions`: one asyncio process, timestamps and the server's counts.
+"""A light streaming client for OpenAI's chat and completions APIs: one asyncio process, with the server's own counts.
 
 It parses server-sent events as bytes and decodes only the fields it needs; it never tokenises, since a client that does
 becomes the bottleneck at long prompts and measures itself.
@@ -33,6 +33,8 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     delta: _Delta | None = None
+    text: str | None = None
+    """Of a completion, which has no delta."""
     finish_reason: str | None = None
     token_ids: list[int] | None = None
 
@@ -57,7 +59,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ChatClient:
-    """Streams chat completions from one server. Use as an async context manager."""
+    """Streams chat completions, or plain ones, from one server. Use as an async context manager."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         """
@@ -96,6 +98,14 @@ class ChatClient:
         Raises:
             TargetError: unreachable, refused, or no model list came back.
         """
+        return list(await self.context_limits())
+
+    async def context_limits(self) -> dict[str, int | None]:
+        """For each model that the server offers its longest context in tokens, where the list tells (`max_model_len`).
+
+        Raises:
+            TargetError: as `models`.
+        """
         try:
             async with self._http.get(f"{self.url}/v1/models", timeout=aiohttp.ClientTimeout(total=15)) as response:
                 body = await response.read()
@@ -106,8 +116,9 @@ class ChatClient:
         if response.status != 200:
             raise TargetError(f"{self.url}/v1/models answered {response.status}: {_error_text(body)}")
         try:
-            return [str(item["id"]) for item in msgspec.json.decode(body)["data"]]
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            found = {str(item["id"]): item.get("max_model_len") for item in msgspec.json.decode(body)["data"]}
+            return {name: limit if isinstance(limit, int) else None for name, limit in found.items()}
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
             raise TargetError(f"{self.url}/v1/models sent no OpenAI model list") from error
 
     async def choose_model(self, name: str | None) -> str:
@@ -132,6 +143,7 @@ class ChatClient:
         intended_ns: int | None = None,
         session_id: str | None = None,
         on_text: Callable[[str], None] | None = None,
+        path: str = "/v1/chat/completions",
     ) -> Answer:
         """Send one request and read its stream to the end.
 
@@ -140,6 +152,7 @@ class ChatClient:
             intended_ns: when the schedule wanted it sent (`time.perf_counter_ns`); now if None.
             session_id: sent as `X-Session-ID`.
             on_text: called with each piece of text as it arrives.
+            path: `/v1/completions` for a completion.
 
         Returns:
             The answer. What goes wrong with this request is in `error`; nothing is raised but a cancellation.
@@ -151,9 +164,7 @@ class ChatClient:
         for attempt in (0, 1):
             sent = time.perf_counter_ns()
             try:
-                async with self._http.post(
-                    f"{self.url}/v1/chat/completions", data=payload, headers=headers
-                ) as response:
+                async with self._http.post(f"{self.url}{path}", data=payload, headers=headers) as response:
                     stream.first_byte_ns = time.perf_counter_ns()
                     if response.status != 200:
                         stream.error = f"HTTP {response.status}: {_error_text(await response.read())}"
@@ -210,12 +221,13 @@ class _Stream:
             self._usage = event.usage
         for choice in event.choices:
             delta = choice.delta or _Delta()
-            if delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls or choice.token_ids:
+            text = delta.content or choice.text
+            if text or delta.reasoning_content or delta.reasoning or delta.tool_calls or choice.token_ids:
                 self._chunks.append(Chunk(now, None if choice.token_ids is None else len(choice.token_ids)))
-            if delta.content:
-                self._text.append(delta.content)
+            if text:
+                self._text.append(text)
                 if self._on_text is not None:
-                    self._on_text(delta.content)
+                    self._on_text(text)
             self._finish = choice.finish_reason or self._finish
 
     def answer(self, intended_ns: int, sent_ns: int, now_ns: int) -> Answer:

@@ -23,13 +23,19 @@ VERBS = {
     "chat": "talk to a model in the terminal",
     "demo": "replay an agent session with the prefix cache on and off, and write a page",
     "report": "put points of many runs on one page: frontiers, ratios, latencies",
-    "bench": "measure a server: `bench replay` replays recorded agent sessions",
+    "bench": "measure a server, or a model's quality: `longturn bench` lists how",
     "trace": "show what is in recorded agent traces: turns, tokens, hit rate, agents",
     "inspect": "show what a checkpoint is: family, size, formats, cache bytes per token",
     "convert": "rewrite a MiniMax-M3 checkpoint in BF16, MXFP8 or NVFP4",
     "make-checkpoint": "write a random checkpoint in the shape of a real model",
     "doctor": "check this machine: Python, PyTorch, compiler, model, cache directory",
     "version": "print the version",
+}
+
+BENCH_VERBS = {
+    "replay": "replay recorded agent sessions against a server",
+    "agentx": "throughput against interactivity: session trees in a closed loop, by AgentX rules",
+    "quality": "compare the answers of two configurations of a model",
 }
 
 # Verbs whose module has another name than the verb.
@@ -111,13 +117,12 @@ def _run(arguments: list[str]) -> int:
     prog = f"longturn {name}"
     if name == "bench":
         if not rest or rest[0] in ("-h", "--help"):
-            print(
-                "usage: longturn bench replay ...\n\nverbs:\n  replay   replay recorded agent sessions against a server"
-            )
+            lines = [f"  {verb:<10}{text}" for verb, text in BENCH_VERBS.items()]
+            print("\n".join(["usage: longturn bench VERB [OPTION ...]", "", "verbs:", *lines]))
             return 0 if rest else 2
-        if rest[0] != "replay":
-            raise ConfigError(f"unknown verb 'bench {rest[0]}' (known: bench replay)")
-        name, prog, rest = "replay", "longturn bench replay", rest[1:]
+        if rest[0] not in BENCH_VERBS:
+            raise ConfigError(f"unknown verb 'bench {rest[0]}' (known: bench {', bench '.join(BENCH_VERBS)})")
+        name, prog, rest = rest[0], f"longturn bench {rest[0]}", rest[1:]
     module = cast(Verb, import_module(f"longturn.cli.{_MODULES.get(name, name)}"))
     parser = verb_parser(name, prog, module, (module.__doc__ or "").strip())
     return module.run(parser.parse_args(rest))

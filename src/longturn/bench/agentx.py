@@ -1,0 +1,338 @@
+"""Replay of recorded session trees against a server: the clock and the sockets around `schedule`.
+
+One asyncio task waits for the next due time or the next answer; each request has a task of its own. Prompts are made in
+the pause before they are due, since a long one takes tens of milliseconds that would otherwise be lag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from longturn.bench.bodies import Bodies, Prompt
+from longturn.bench.client import ChatClient, TargetError
+from longturn.bench.lanes import NS_PER_S, LiveTree, Send, to_ns
+from longturn.bench.presets import Rules
+from longturn.bench.records import Answer, TurnRecord
+from longturn.bench.schedule import Schedule
+from longturn.bench.synth import RequestKey
+from longturn.bench.traces.tree import SessionTree, TraceRequest
+from longturn.bench.validity import Asked, Conduct
+
+_AHEAD_NS = 2 * NS_PER_S
+"""Prompts are made this long before they are due; earlier, those of all lanes would fill the memory."""
+_TICK_S = 0.25
+_NEAR_NS = 2_000_000
+"""asyncio's timers are late by up to a millisecond: the last moments before a send are waited for without one."""
+_MOST_ERRORS_IN_A_ROW = 20
+"""A server that answers nothing else is gone, and without pauses a replay would flood it."""
+_LEAST_ENDED = 20
+"""Error rates of fewer requests than this stop nothing."""
+
+_TOO_LONG = re.compile(r"HTTP (400|413|422):.*(context|max_model_len|too long|does not fit|maximum.*length)", re.I)
+
+
+class AgentProgress(Protocol):
+    """Is told how a measurement goes."""
+
+    def warming_up(self, done: int, planned: int) -> None: ...
+
+    def measuring(self, elapsed_s: float, done: int, failed: int, in_flight: int) -> None:
+        """Called several times a second."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTurn:
+    """One measured request of one agent of one session tree."""
+
+    record: TurnRecord
+    agent: str
+    """The conversation's id."""
+    send: Send
+    marker: str
+    asked: Asked
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was measured at one concurrency."""
+
+    turns: tuple[AgentTurn, ...]
+    """In the order in which they ended; warm-up is not among them."""
+    planned_turns: Mapping[str, int]
+    """Requests of each replay that began with its session's first request: only these are whole jobs."""
+    start_ns: int
+    """Start of the measurement, `time.perf_counter_ns`."""
+    window_s: float
+    """How long requests were sent."""
+    conduct: Conduct
+    interrupted: bool
+    """Stopped by Ctrl-C."""
+    warmup_requests: int
+
+
+async def measure(
+    client: ChatClient,
+    bodies: Bodies,
+    trees: Sequence[SessionTree],
+    rules: Rules,
+    *,
+    model: str,
+    lanes: int,
+    seed: int,
+    run: str,
+    token_counts: bool = False,
+    progress: AgentProgress,
+) -> Measurement:
+    """Replay with `lanes` session trees alive for `rules.duration_s`, after a warm-up.
+
+    A cancellation (Ctrl-C under `asyncio.run`) ends it early and returns what was measured, marked as cancelled.
+
+    Args:
+        client: open.
+        bodies: made for the same `trees`.
+        trees: scaled and filtered already.
+        rules: see there.
+        model: name that the server knows.
+        lanes: session trees alive at once.
+        seed: of the schedule.
+        run: name of the run, another one for each measurement against the same server; see `Schedule`.
+        token_counts: ask for `return_token_ids`, which tells how many tokens an event bundles, and costs as many
+            bytes as the prompt.
+        progress: see there.
+
+    Raises:
+        TargetError: a warm-up request of a root agent failed, or the warm-up took too long.
+        ConfigError: no sessions, or no lanes.
+    """
+    schedule = Schedule(trees, rules, lanes, seed, run)
+    runner = _Runner(client, bodies, rules, schedule, model, token_counts, progress)
+    return await runner.run()
+
+
+class _Runner:
+    def __init__(
+        self,
+        client: ChatClient,
+        bodies: Bodies,
+        rules: Rules,
+        schedule: Schedule,
+        model: str,
+        token_counts: bool,
+        progress: AgentProgress,
+    ) -> None:
+        self._client = client
+        self._bodies = bodies
+        self._rules = rules
+        self._schedule = schedule
+        self._model = model
+        self._token_counts = token_counts
+        self._progress = progress
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._maker: asyncio.Task[None] | None = None
+        self._broken: BaseException | None = None
+        """A bug in one of the tasks: without its request ending, its session would wait for ever."""
+        self._prompts: dict[tuple[int, int, RequestKey], Prompt] = {}
+        self._turns: list[AgentTurn] = []
+        self._planned: dict[str, int] = {}
+        self._conduct = Conduct()
+        self._origin_ns = time.perf_counter_ns()
+        self._failed = 0
+        self._failed_in_a_row = 0
+        self._last_error = ""
+        self._warmup_requests = 0
+
+    async def run(self) -> Measurement:
+        interrupted = False
+        try:
+            await self._warm_up()
+            self._origin_ns = time.perf_counter_ns()
+            await self._replay()
+        except asyncio.CancelledError:
+            interrupted = True
+            self._conduct = replace(self._conduct, cancelled="interrupted")
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+        finally:
+            await self._stop_tasks()
+        elapsed_s = (time.perf_counter_ns() - self._origin_ns) / NS_PER_S
+        return Measurement(
+            turns=tuple(self._turns),
+            planned_turns=dict(self._planned),
+            start_ns=self._origin_ns,
+            window_s=min(self._rules.duration_s, elapsed_s),
+            conduct=replace(self._conduct, skipped=self._schedule.skipped),
+            interrupted=interrupted,
+            warmup_requests=self._warmup_requests,
+        )
+
+    async def _stop_tasks(self) -> None:
+        tasks = [*self._tasks, *([self._maker] if self._maker is not None else [])]
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- warm-up -----------------------------------------------------------------------------------------------------
+
+    async def _warm_up(self) -> None:
+        plans = self._schedule.warm_up()
+        total = sum(map(len, plans))
+        self._progress.warming_up(0, total)
+
+        async def lane(live: LiveTree, keys: Sequence[RequestKey]) -> None:
+            for key in keys:
+                prompt = self._bodies.prompt(live.tree, key, live.marker)
+                answer = await self._client.send(self._body(prompt, 1), session_id=live.marker, path=self._bodies.path)
+                self._warmup_requests += 1
+                self._progress.warming_up(self._warmup_requests, total)
+                if not answer.ok and key.conversation == 0:
+                    raise TargetError(f"the warm-up of session {live.tree.id} failed: {answer.error}")
+                if not answer.ok:
+                    self._conduct = replace(self._conduct, warmup_errors=self._conduct.warmup_errors + 1)
+
+        try:
+            async with asyncio.timeout(self._rules.warmup_grace_s), asyncio.TaskGroup() as group:
+                for live, keys in zip(self._schedule.lanes, plans, strict=True):
+                    group.create_task(lane(live, keys))
+        except TimeoutError as error:
+            raise TargetError(
+                f"the warm-up took longer than {self._rules.warmup_grace_s:g} s: {self._warmup_requests} of {total} "
+                "requests were answered"
+            ) from error
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+
+    def _body(self, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
+        body = {
+            "model": self._model,
+            **prompt.fields,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        return {**body, "return_token_ids": True} if self._token_counts else body
+
+    # --- measurement -------------------------------------------------------------------------------------------------
+
+    async def _replay(self) -> None:
+        schedule = self._schedule
+        give_up_ns = schedule.end_ns + to_ns(self._rules.drain_s)
+        while True:
+            if self._broken is not None:
+                raise self._broken
+            now_ns = self._now_ns()
+            for send in schedule.due(now_ns):
+                self._launch(send)
+            if schedule.closed and not (schedule.in_flight and self._conduct.cancelled is None):
+                return
+            if now_ns >= give_up_ns:
+                self._conduct = replace(self._conduct, undrained=len(self._tasks))
+                return
+            self._progress.measuring(now_ns / NS_PER_S, len(self._turns), self._failed, len(self._tasks))
+            self._make_ahead()
+            due_ns = schedule.next_ns()
+            until_ns = due_ns if due_ns is not None else give_up_ns if schedule.closed else schedule.end_ns
+            left_ns = until_ns - self._now_ns()
+            if left_ns <= _NEAR_NS:
+                await asyncio.sleep(0)
+                continue
+            timeout_s = min(_TICK_S, (left_ns - _NEAR_NS / 2) / NS_PER_S)
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._wake.wait()
+
+    def _now_ns(self) -> int:
+        return time.perf_counter_ns() - self._origin_ns
+
+    def _make_ahead(self) -> None:
+        """Start to make the first prompt that will soon be needed, unless one is being made.
+
+        On a thread: the loop must go on reading streams, or the times of their events would be wrong.
+        """
+        if self._schedule.closed or (self._maker is not None and not self._maker.done()):
+            return
+        horizon_ns = min(self._now_ns() + _AHEAD_NS, self._schedule.end_ns)
+        for send in self._schedule.upcoming():
+            if send.due_ns <= horizon_ns and _place(send) not in self._prompts:
+                self._maker = asyncio.create_task(self._make(send))
+                self._maker.add_done_callback(self._note_bug)
+                return
+
+    async def _make(self, send: Send) -> None:
+        live = self._schedule.lanes[send.lane]
+        prompt = await asyncio.to_thread(self._bodies.prompt, live.tree, send.key, live.marker)
+        if _place(send) in map(_place, self._schedule.upcoming()):  # else it was sent or dropped meanwhile
+            self._prompts[_place(send)] = prompt
+        self._wake.set()
+
+    def _launch(self, send: Send) -> None:
+        live = self._schedule.lanes[send.lane]
+        if live.whole:
+            self._planned.setdefault(live.name, sum(1 for _ in live.tree.requests()))
+        prompt = self._prompts.pop(_place(send), None) or self._bodies.prompt(live.tree, send.key, live.marker)
+        task = asyncio.create_task(self._turn(send, live, prompt))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_bug)
+
+    def _note_bug(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._broken = task.exception()
+            self._wake.set()
+
+    async def _turn(self, send: Send, live: LiveTree, prompt: Prompt) -> None:
+        output_tokens = max(1, _request(live.tree, send.key).output_tokens)
+        answer = await self._client.send(
+            self._body(prompt, output_tokens),
+            intended_ns=self._origin_ns + send.due_ns,
+            session_id=live.marker,
+            path=self._bodies.path,
+        )
+        conversation = live.tree.conversations[send.key.conversation]
+        record = TurnRecord(live.name, send.key.index, conversation.label or conversation.kind, send.lane, answer)
+        asked = Asked(answer, prompt.tokens, output_tokens)
+        self._turns.append(AgentTurn(record, conversation.id, send, live.marker, asked))
+        overflow = answer.error is not None and too_long(answer.error)
+        if overflow:
+            self._conduct = replace(self._conduct, overflows=self._conduct.overflows + 1)
+        self._schedule.answered(send, answer.end_ns - self._origin_ns, overflow=overflow)
+        self._check_errors(answer)
+        self._wake.set()
+
+    def _check_errors(self, answer: Answer) -> None:
+        self._failed += not answer.ok
+        self._failed_in_a_row = 0 if answer.ok else self._failed_in_a_row + 1
+        self._last_error = answer.error or self._last_error
+        ended, limit = len(self._turns), self._rules.error_limit
+        reason = None
+        if self._failed_in_a_row >= _MOST_ERRORS_IN_A_ROW:
+            reason = f"{self._failed_in_a_row} requests in a row failed, last: {self._last_error}"
+        elif limit is not None and ended >= _LEAST_ENDED and self._failed / ended > limit:
+            reason = f"{self._failed} of {ended} requests failed, last: {self._last_error}"
+        if reason is not None and self._conduct.cancelled is None:
+            self._conduct = replace(self._conduct, cancelled=reason)
+            self._schedule.close()
+
+
+def _place(send: Send) -> tuple[int, int, RequestKey]:
+    """What tells sends apart, whenever they are due."""
+    return send.lane, send.recycle, send.key
+
+
+def _request(tree: SessionTree, key: RequestKey) -> TraceRequest:
+    return tree.conversations[key.conversation].requests[key.index]
+
+
+def too_long(error: str) -> bool:
+    """Whether an error says that a prompt did not fit the server's context."""
+    return _TOO_LONG.match(error) is not None
