@@ -45,6 +45,7 @@ class Distribution:
     """Mean, spread and percentiles of one quantity, in that quantity's own unit."""
 
     count: int
+    total: float
     mean: float
     std: float
     """Population standard deviation: the values are the whole run, not a sample of one."""
@@ -63,8 +64,9 @@ def distribution(values: Iterable[float | None]) -> Distribution | None:
     if not known:
         return None
     p50, p75, p90, p95, p99 = (percentile(known, p) for p in (50, 75, 90, 95, 99))
-    mean = statistics.fmean(known)
-    return Distribution(len(known), mean, statistics.pstdev(known, mean), known[0], p50, p75, p90, p95, p99, known[-1])
+    total, mean = math.fsum(known), statistics.fmean(known)
+    spread = statistics.pstdev(known, mean)
+    return Distribution(len(known), total, mean, spread, known[0], p50, p75, p90, p95, p99, known[-1])
 
 
 def ttft_s(answer: Answer) -> float | None:

@@ -11,28 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from longturn.bench.metrics import percentile
+from longturn.bench.metrics import Distribution, distribution
 from longturn.bench.traces.blocks import NO_BLOCKS
 from longturn.bench.traces.timeline import agent_spans, alive_over_time, levels, request_spans
 from longturn.bench.traces.tree import SessionTree, TraceRequest
-
-PERCENTILES = (50, 75, 90, 95, 99)
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Of one quantity, in its own unit; percentiles interpolate linearly."""
-
-    count: int
-    total: float
-    mean: float
-    min: float
-    p50: float
-    p75: float
-    p90: float
-    p95: float
-    p99: float
-    max: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +95,11 @@ class TraceStat:
     """The same for requests in flight."""
 
 
-def distribution(values: Sequence[float]) -> Distribution:
-    """Raises ValueError if there are no values."""
-    ordered = sorted(values)
-    p50, p75, p90, p95, p99 = (percentile(ordered, p) for p in PERCENTILES)
-    total = sum(ordered)
-    return Distribution(len(ordered), total, total / len(ordered), ordered[0], p50, p75, p90, p95, p99, ordered[-1])
+def _spread(values: Sequence[float]) -> Distribution:
+    found = distribution(values)
+    if found is None:
+        raise ValueError("a trace without requests has no distributions")
+    return found
 
 
 def hit_rate(trees: Sequence[SessionTree]) -> HitRate:
@@ -189,11 +170,11 @@ def trace_stat(trees: Sequence[SessionTree]) -> TraceStat:
         agents=dict(Counter(item.kind for tree in trees for item in tree.conversations)),
         block_tokens=tuple(sorted({tree.block_tokens for tree in trees})),
         without_duration=sum(item.duration_s is None for item in requests),
-        turns=distribution([len(tree.root.requests) for tree in trees]),
-        input_tokens=distribution([item.input_tokens for item in requests]),
-        output_tokens=distribution([item.output_tokens for item in requests]),
-        gap_s=distribution(gaps) if gaps else None,
-        span_s=distribution([tree.span_s for tree in trees]),
+        turns=_spread([len(tree.root.requests) for tree in trees]),
+        input_tokens=_spread([item.input_tokens for item in requests]),
+        output_tokens=_spread([item.output_tokens for item in requests]),
+        gap_s=distribution(gaps),
+        span_s=_spread([tree.span_s for tree in trees]),
         hit=hit_rate(trees),
         agents_alive=_levels(agents),
         requests_alive=_levels(flights),
