@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from longturn.report.schema import Environment, ResultError, write_whole
+from longturn.report.schema import Environment, ResultError, decode_record, encode_record, read_file, write_whole
 
 POINT_KIND = "longturn-point"
 POINT_VERSION = 1
@@ -243,12 +243,11 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 class _Header(msgspec.Struct):
     kind: str | None = None
-    version: int | None = None
 
 
 def point_to_json(point: Point) -> bytes:
     """Indented UTF-8 JSON, the same bytes for the same point."""
-    return msgspec.json.format(msgspec.json.encode(point), indent=1) + b"\n"
+    return encode_record(point)
 
 
 def point_from_json(data: bytes, name: str = "point") -> Point:
@@ -258,17 +257,7 @@ def point_from_json(data: bytes, name: str = "point") -> Point:
         ResultError: not JSON, another kind or version, a field that breaks the schema, or a figure out of its range;
             names `name`.
     """
-    try:
-        header = msgspec.json.decode(data, type=_Header)
-        if header.kind != POINT_KIND:
-            raise ResultError(f"{name}: not a {POINT_KIND} file (kind is {header.kind!r})")
-        if header.version != POINT_VERSION:
-            raise ResultError(
-                f"{name}: schema version {header.version} is not known (this version reads {POINT_VERSION})"
-            )
-        point = msgspec.json.decode(data, type=Point)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ResultError(f"{name}: {error}") from error
+    point = decode_record(data, Point, POINT_KIND, POINT_VERSION, name)
     for place, problem in _problems(point):
         raise ResultError(f"{name}: {place} {problem}")
     return point
@@ -289,11 +278,7 @@ def load_point(path: Path) -> Point:
     Raises:
         ResultError: it cannot be read or is no point.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ResultError(f"{path}: {error.strerror or error}") from error
-    return point_from_json(data, str(path))
+    return point_from_json(read_file(path), str(path))
 
 
 def is_point(data: bytes) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from longturn.report.point import Model, Point, Quality
-from longturn.report.schema import Environment, ResultError, write_whole
+from longturn.report.schema import Environment, ResultError, decode_record, encode_record, read_file, write_whole
 
 QUALITY_KIND = "longturn-quality"
 QUALITY_VERSION = 1
@@ -96,14 +96,9 @@ class QualityResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     version: int = QUALITY_VERSION
 
 
-class _Header(msgspec.Struct):
-    kind: str | None = None
-    version: int | None = None
-
-
 def quality_to_json(result: QualityResult) -> bytes:
     """Indented UTF-8 JSON, the same bytes for the same result."""
-    return msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
+    return encode_record(result)
 
 
 def quality_from_json(data: bytes, name: str = "quality") -> QualityResult:
@@ -113,16 +108,7 @@ def quality_from_json(data: bytes, name: str = "quality") -> QualityResult:
         ResultError: not JSON, another kind or version, a field that breaks the schema, or a figure out of its range;
             names `name`.
     """
-    try:
-        header = msgspec.json.decode(data, type=_Header)
-        if header.kind != QUALITY_KIND:
-            raise ResultError(f"{name}: not a {QUALITY_KIND} file (kind is {header.kind!r})")
-        if header.version != QUALITY_VERSION:
-            known = f"this version reads {QUALITY_VERSION}"
-            raise ResultError(f"{name}: schema version {header.version} is not known ({known})")
-        result = msgspec.json.decode(data, type=QualityResult)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ResultError(f"{name}: {error}") from error
+    result = decode_record(data, QualityResult, QUALITY_KIND, QUALITY_VERSION, name)
     for place, problem in _problems(result):
         raise ResultError(f"{name}: {place} {problem}")
     return result
@@ -143,11 +129,7 @@ def load_quality(path: Path) -> QualityResult:
     Raises:
         ResultError: it cannot be read or is no quality result.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ResultError(f"{path}: {error.strerror or error}") from error
-    return quality_from_json(data, str(path))
+    return quality_from_json(read_file(path), str(path))
 
 
 def point_quality(result: QualityResult) -> Quality:

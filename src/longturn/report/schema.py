@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -122,6 +123,9 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return any(run.partial for run in self.runs)
 
 
+R = TypeVar("R", bound=msgspec.Struct)
+
+
 class _Header(msgspec.Struct):
     """Enough of any result file to tell whether this code reads it."""
 
@@ -129,26 +133,44 @@ class _Header(msgspec.Struct):
     version: int | None = None
 
 
-def to_json(result: Result) -> bytes:
-    """Indented UTF-8 JSON, the same bytes for the same result."""
-    return msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
+def encode_record(record: msgspec.Struct) -> bytes:
+    """Indented UTF-8 JSON, the same bytes for the same record."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
 
 
-def from_json(data: bytes, name: str = "result") -> Result:
-    """The inverse of `to_json`.
+def decode_record(data: bytes, form: type[R], kind: str, version: int, name: str) -> R:
+    """The inverse of `encode_record` for one kind and version of file.
 
     Raises:
         ResultError: not JSON, another kind or version of file, or a field that breaks the schema; names `name`.
     """
     try:
         header = msgspec.json.decode(data, type=_Header)
-        if header.kind != KIND:
-            raise ResultError(f"{name}: not a {KIND} file (kind is {header.kind!r})")
-        if header.version != VERSION:
-            raise ResultError(f"{name}: schema version {header.version} is not known (this version reads {VERSION})")
-        return msgspec.json.decode(data, type=Result)
+        if header.kind != kind:
+            raise ResultError(f"{name}: not a {kind} file (kind is {header.kind!r})")
+        if header.version != version:
+            raise ResultError(f"{name}: schema version {header.version} is not known (this version reads {version})")
+        return msgspec.json.decode(data, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ResultError(f"{name}: {error}") from error
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a file. Raises ResultError, which names it, if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ResultError(f"{path}: {error.strerror or error}") from error
+
+
+def to_json(result: Result) -> bytes:
+    """Indented UTF-8 JSON, the same bytes for the same result."""
+    return encode_record(result)
+
+
+def from_json(data: bytes, name: str = "result") -> Result:
+    """The inverse of `to_json`; raises as `decode_record` does."""
+    return decode_record(data, Result, KIND, VERSION, name)
 
 
 def save_result(result: Result, path: Path) -> None:
@@ -166,11 +188,7 @@ def load_result(path: Path) -> Result:
     Raises:
         ResultError: it cannot be read or is no result.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ResultError(f"{path}: {error.strerror or error}") from error
-    return from_json(data, str(path))
+    return from_json(read_file(path), str(path))
 
 
 def write_whole(path: Path, data: bytes) -> None:
