@@ -24,7 +24,20 @@ ALLOWED: dict[str, set[str]] = {
     "executor": {"models", "ops", "kernels", "engine"},
     "bench": set(),
     "report": set(),
-    "cli": {"server", "frontend", "engine", "executor", "models", "ops", "kernels", "bench", "report", *TOP},
+    "simulate": {"engine", "bench"},
+    "cli": {
+        "server",
+        "frontend",
+        "engine",
+        "executor",
+        "models",
+        "ops",
+        "kernels",
+        "bench",
+        "report",
+        "simulate",
+        *TOP,
+    },
 }
 WEB = {"msgspec", "zmq", "starlette", "uvicorn", "aiohttp", "prometheus_client", "pydantic"}
 FORBIDDEN: dict[str, set[str]] = {
@@ -37,6 +50,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "server": {"torch"},
     "bench": {"torch", "zmq", "starlette"},
     "report": {"torch", "zmq", "starlette"},
+    "simulate": {*WEB, "torch"},
 }
 
 

@@ -1,0 +1,1 @@
+"""What one step costs: pure functions from a step's shape to nanoseconds."""

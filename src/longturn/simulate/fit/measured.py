@@ -1,0 +1,141 @@
+"""Constants from whole decode steps that were measured: for kernels that no table covers, or a user's own card.
+
+A dozen steps cannot tell all constants apart. What they can show is fitted: the fixed time of an attention layer and of
+an expert layer, how fast projections, experts and index keys stream, and what a row costs beside bytes. The rest stays
+as in a family of the same platform.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from longturn.errors import ConfigError
+from longturn.simulate.calibration import KernelFamily, Residual
+from longturn.simulate.cost.model import StepCost
+from longturn.simulate.cost.options import CostOptions
+from longturn.simulate.cost.step import StepShape, step_shape
+from longturn.simulate.fit.solver import Array, solve
+from longturn.simulate.formats import Formats, formats_named
+from longturn.simulate.layout import Layout, parse_layout
+from longturn.simulate.platform import Platform
+from longturn.simulate.published_data import Group
+from longturn.simulate.shapes import ModelShape, load_shape
+
+FEWEST_STEPS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step and how long the device took."""
+
+    shape: ModelShape
+    layout: Layout
+    step: StepShape
+    ns: float
+
+
+def steps_of(group: Group) -> list[MeasuredStep]:
+    """The points of a "decode" group."""
+    shape, layout = load_shape(group.text("model")), parse_layout(group.text("layout"))
+    rows = zip(group.numbers("batch"), group.numbers("context"), group.numbers("value"), strict=True)
+    return [
+        MeasuredStep(
+            shape, layout, step_shape([int(context)] * int(batch), attend_limit=shape.attend_limit), value * 1e6
+        )
+        for batch, context, value in rows
+    ]
+
+
+def fit_measured(
+    platform: Platform, base: KernelFamily, name: str, formats: Formats, steps: Sequence[MeasuredStep], source: str,
+    date: str, small_kernel_ns: float,
+) -> KernelFamily:  # fmt: skip
+    """A kernel family whose decode steps come closest to those measured; `base` lends what they cannot show.
+
+    Raises:
+        ConfigError: there are too few steps, or `base` has no constants for `formats`.
+    """
+    if len(steps) < FEWEST_STEPS:
+        raise ConfigError(f"fitting needs at least {FEWEST_STEPS} measured steps, not {len(steps)}")
+    key = f"{formats.attention}-{formats.cache}"
+    if key not in base.attention or formats.experts not in base.experts:
+        raise ConfigError(f"kernel family {base.name} has no constants for {key} and experts {formats.experts}")
+    attention, experts = base.attention[key], base.experts[formats.experts]
+    note = f"{len(steps)} measured decode steps; chunks and chosen blocks as in {base.name}"
+
+    def family(x: Array, decode: Residual) -> KernelFamily:
+        return KernelFamily(
+            name=name,
+            source=source,
+            date=date,
+            small_kernel_ns=small_kernel_ns,
+            gemm_note=base.gemm_note,
+            attention=MappingProxyType(
+                {
+                    key: dataclasses.replace(
+                        attention,
+                        basis="measured",
+                        note=note,
+                        decode_fixed_ns=float(x[0]),
+                        weight_stream=_share(float(x[1])),
+                        decode_token_ns=float(x[2]),
+                        index_stream=_share(float(x[5])),
+                        decode=decode,
+                    )
+                }
+            ),
+            experts=MappingProxyType(
+                {
+                    formats.experts: dataclasses.replace(
+                        experts,
+                        basis="measured",
+                        note=note,
+                        fixed_ns=float(x[3]),
+                        stream=_share(float(x[4])),
+                        stream_exponent=1.0,
+                        uneven_tables=decode,
+                    )
+                }
+            ),
+            all_reduce=base.all_reduce,
+            all_to_all=base.all_to_all,
+        )
+
+    nothing = Residual(0.0, 0.0, 0)
+
+    def predict(x: Array) -> Array:
+        trial = dataclasses.replace(
+            platform, families=MappingProxyType({name: family(x, nothing)}), default_family=name
+        )
+        models: dict[tuple[str, str], StepCost] = {}
+        times = []
+        for measured in steps:
+            place = measured.shape.name, measured.layout.name
+            if place not in models:
+                models[place] = StepCost(trial, measured.shape, measured.layout, formats, CostOptions())
+            times.append(float(models[place].breakdown(measured.step).device_ns))
+        return np.array(times)
+
+    solution = solve(predict, [15e3, 2.0, 300.0, 8e3, 2.0, 4.0], np.array([measured.ns for measured in steps]))
+    return family(np.array([float(f"{value:.4g}") for value in solution.constants]), solution.residual())
+
+
+def longturn_family(platform: Platform, base: KernelFamily, measured: Sequence[Group]) -> KernelFamily:
+    """Longturn's own kernels on the platform, from its published steps.
+
+    Its kernels are fused further than the model counts launches, so one that moves little counts as the least time of a
+    kernel in a captured graph, 0.9 microseconds measured there."""
+    steps = [step for group in measured for step in steps_of(group)]
+    formats = formats_named(measured[0].text("formats"))
+    source = measured[0].source
+    return fit_measured(platform, base, "longturn", formats, steps, source, measured[0].date, 900.0)
+
+
+def _share(value: float) -> float:
+    """A positive number, mapped below 1: no kernel streams faster than the memory."""
+    return value / (1.0 + value)
