@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check -q
 
 .PHONY: demo test check install lint types bench-cpu soak clean
 
-demo: $(VENV)/.installed  ## Serve the embedded model, replay an agent session against it, write a page.
+demo: $(VENV)/.installed  ## Serve the embedded model, replay agent sessions against it, write two pages.
 	$(BIN)/longturn demo
 
 test: $(VENV)/.installed-dev lint types  ## The whole test suite.

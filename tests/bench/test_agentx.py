@@ -14,6 +14,7 @@ from longturn.bench.bodies import Api, Prompt, make_bodies
 from longturn.bench.client import ChatClient, TargetError
 from longturn.bench.metrics import lag_s
 from longturn.bench.presets import Rules, rules_of
+from longturn.bench.records import Answer
 from longturn.bench.synth import RequestKey, shared_blocks
 from longturn.bench.traces.tree import SessionTree
 from longturn.bench.tree_hits import replay_hit_rate
@@ -231,6 +232,12 @@ async def test_a_bug_in_making_a_prompt_is_raised_and_hangs_nothing() -> None:
         def prompt(self, tree: SessionTree, key: RequestKey, marker: str) -> Prompt:
             self.left -= 1
             return Prompt({"prompt": [1] * 8}, 8) if self.left > 0 else {}["gone"]
+
+        def answered(self, tree: SessionTree, key: RequestKey, marker: str, answer: Answer) -> None:
+            pass
+
+        def forget(self, marker: str) -> None:
+            pass
 
     with running(FakeServer()) as url:
         async with ChatClient(url) as client:

@@ -92,6 +92,15 @@ async def test_a_reset_before_the_first_byte_is_sent_again_once() -> None:
     assert len(fake.requests) == 2
 
 
+async def test_a_kept_connection_that_the_server_has_closed_costs_no_answer() -> None:
+    fake = FakeServer(fail_turns={1: "reset", 4: "cut"})
+    with running(fake) as url:
+        async with ChatClient(url) as client:
+            answers = [await client.send(BODY) for _ in range(4)]
+    assert [answer.ok for answer in answers] == [True, True, True, False]
+    assert len(fake.requests) == 5, "sent again before the first byte, and not after it"
+
+
 async def test_a_slow_answer_times_out() -> None:
     with running(FakeServer(token_s=5)) as url:
         async with ChatClient(url, timeout_s=0.2) as client:
@@ -127,6 +136,12 @@ async def test_choosing_a_model() -> None:
 async def test_unreachable_servers_are_target_errors() -> None:
     with running(FakeServer()) as url:
         gone = url
+    assert (await ask(gone)).error == "no connection: connection refused"
+    assert (await ask(gone.replace("127.0.0.1", "localhost"))).error == "no connection: connection refused"
+    assert (await ask("http://name.invalid")).error in (
+        "no connection: name or service not known",
+        "no connection: temporary failure in name resolution",
+    )
     async with ChatClient(gone) as client:
         with pytest.raises(TargetError, match="no answer from"):
             await client.models()

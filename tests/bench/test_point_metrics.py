@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longturn.bench.cost import cost_per_million_tokens, tokens_per_joule
-from longturn.bench.hit_rate import PromptBlocks, hit_blocks, theoretical_hit_rate
 from longturn.bench.job_metrics import Job, job_metrics, jobs_from_turns
 from longturn.bench.metrics import distribution
 from longturn.bench.point_metrics import measure, turn_tails
@@ -165,30 +164,6 @@ def test_only_jobs_that_end_in_the_steady_window_are_credited() -> None:
 
 def test_a_session_that_nobody_planned_is_not_complete() -> None:
     assert not jobs_from_turns([turn("x")], {})[0].complete
-
-
-# --- the cache that a trace allows -----------------------------------------------------------------------------------
-
-
-def test_the_worked_example_of_the_format() -> None:
-    prompts = [
-        PromptBlocks("demo", [0, 1, 2, 3]),
-        PromptBlocks("demo", [7, 8, 9]),
-        PromptBlocks("demo", [0, 1, 2, 3, 4, 5, 6]),
-    ]
-    assert hit_blocks(prompts) == [0, 0, 4]
-    assert theoretical_hit_rate(prompts) == pytest.approx(4 / 14)
-
-
-def test_hits_are_contiguous_stay_in_their_tree_and_uncounted_prompts_fill_the_cache() -> None:
-    prompts = [
-        PromptBlocks("a", [0, 1, 2], counted=False),
-        PromptBlocks("a", [0, 9, 2, 3]),  # 2 was seen, but after a block that was not
-        PromptBlocks("b", [0, 1]),  # another tree's numbers
-    ]
-    assert hit_blocks(prompts) == [0, 1, 0]
-    assert theoretical_hit_rate(prompts) == pytest.approx(1 / 6)
-    assert theoretical_hit_rate([PromptBlocks("a", [])]) is None
 
 
 # --- money and energy ------------------------------------------------------------------------------------------------

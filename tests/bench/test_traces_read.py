@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from longturn.bench.hit_rate import hit_rate
 from longturn.bench.traces.errors import TraceError
 from longturn.bench.traces.load import load_shipped, load_traces, parse_trace, shipped_traces
-from longturn.bench.traces.stat import hit_rate
 from longturn.bench.traces.tree import SessionTree
 from tests.bench.make_traces import EXAMPLE, row, session, shared, tree
 
@@ -232,9 +232,11 @@ def test_paths_that_hold_nothing(tmp_path: Path) -> None:
 
 
 def test_shipped_traces() -> None:
-    assert shipped_traces() == ["arrivals.jsonl", "workers.jsonl", "workshop.json"]
+    assert shipped_traces() == ["arrivals.jsonl", "desk.jsonl", "workers.jsonl", "workshop.json"]
     kinds = [[item.kind for item in found.conversations] for name in shipped_traces() for found in load_shipped(name)]
-    assert kinds == [["root"]] * 4 + [["root", "aux", "worker", "worker"], ["root"], ["root", "subagent"]]
+    desk = [["root", "subagent"], ["root"], ["root", "subagent", "subagent"], ["root"]]
+    others = [["root", "aux", "worker", "worker"], ["root"], ["root", "subagent"]]
+    assert kinds == [["root"]] * 4 + desk + others
     with pytest.raises(TraceError, match="no shipped trace 'x'"):
         load_shipped("x")
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longturn.bench.hit_rate import hit_rate
 from longturn.bench.traces.load import load_shipped, load_traces, shipped_traces
 from longturn.bench.traces.shrink import drop_long, scale_tree
-from longturn.bench.traces.stat import hit_rate
 from longturn.errors import ConfigError
 from tests.bench.make_traces import row, shared, tree
 

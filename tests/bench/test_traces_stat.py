@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longturn.bench.metrics import distribution
 from longturn.bench.traces.load import load_shipped
-from longturn.bench.traces.stat import distribution, hit_rate, trace_stat
+from longturn.bench.traces.stat import trace_stat
 from longturn.bench.traces.timeline import alive_over_time, arrivals, binned, levels
-from longturn.bench.traces.weka import parse_weka
-from tests.bench.make_traces import row, session, tree
+from tests.bench.make_traces import row, tree
 
 
 def test_counts_of_a_small_session() -> None:
@@ -35,22 +33,6 @@ def test_agents_and_requests_at_once() -> None:
     assert (one.most_agents, one.most_requests) == (2, 1)
     # Blocks hit in order of time: 0/4, subagent 0/3 and 3/8, then 4/8, 8/17, 2/6.
     assert (one.hit.hit_blocks, one.hit.blocks) == (0 + 0 + 3 + 4 + 8 + 2, 4 + 3 + 8 + 8 + 17 + 6)
-
-
-def test_sessions_share_no_cache_unless_they_share_ids() -> None:
-    data = session([row(0, [1, 2])])
-    one, two = (parse_weka(json.dumps(data | {"id": name}).encode(), name) for name in "ab")
-    assert hit_rate([one, two]).hit_blocks == 0
-    mooncake = load_shipped("arrivals.jsonl")
-    # By arrival: [0 1 2] 0, [0 3] 1, then the session's [0 1 4] 2, [0 1 5 6] 2, [0 1 5 7 8] 3, and [9] 0.
-    assert hit_rate(mooncake).hit_blocks == 8
-    assert hit_rate(mooncake[::-1]).hit_blocks == 8
-
-
-def test_cached_tokens_stop_at_the_end_of_a_partial_block() -> None:
-    first = load_shipped("arrivals.jsonl")[0]
-    again = hit_rate([first, first])
-    assert (again.hit_blocks, again.cached_tokens, again.input_tokens) == (3, 1300, 2600)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))

@@ -66,6 +66,30 @@ def test_json_and_overrides_of_a_published_preset(tmp_path: Path, capsys: pytest
     assert "drops 1 requests, 3 are left" in shown.err
 
 
+def test_live_answers_have_a_curve_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--traces", str(trace(tmp_path)), "--duration", "0.5", "--carry-over", "live", "--out", str(tmp_path / "o")]
+    with running(FakeServer()) as url:
+        assert agentx(url, *load) == 0
+        point = load_point(tmp_path / "o" / "agentx-0001.json")
+        assert agentx(url, *load, "--preset", "agentx") == 0
+    assert (point.configuration, point.flags["carry_over"]) == ("fake-1, live answers", "live")
+    assert "--carry-over live" in point.command and point.validity.valid
+    (told,) = [reason for reason in point.validity.reasons if reason.startswith("live_carry_over")]
+    assert told.endswith("prompts are at most 0 tokens off their recorded length")
+    published = load_point(tmp_path / "o" / "agentx-0001.json")
+    assert not published.validity.valid and "live carry-over" in published.validity.reasons[0]
+
+
+def test_a_server_without_token_ids_cannot_have_its_answers_carried_in_completions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ["--traces", str(trace(tmp_path)), "--duration", "0.5", "--carry-over", "live", "--api", "completions"]
+    with running(FakeServer(send_token_ids=False)) as url:
+        assert agentx(url, *load, "--out", str(tmp_path / "o")) == 0
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "live_carry_over: 0 of " in line]
+    assert told.endswith("the server ignores `return_token_ids`, so recorded text stands in")
+
+
 def test_clear_lines_for_what_cannot_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small, broken = trace(tmp_path), tmp_path / "hole.json"
     rows = [row(0.0, [0, 1, 2]), row(1.0, [0, 5, 2])]

@@ -16,6 +16,7 @@ from longturn.cli import local_server as local_server_module
 from longturn.cli.local_server import ServerStartError, local_server
 from longturn.cli.main import main
 from longturn.config import CacheConfig, EngineConfig
+from longturn.report.point import load_point
 from longturn.report.schema import load_result
 from tests.bench.fake_server import FakeServer, running
 
@@ -30,16 +31,55 @@ def test_demo_measures_both_and_writes_the_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(local_server_module, "local_server", fake_local_server)
-    assert main(["demo", "--pause-scale", "0", "--out", str(tmp_path), "--threads", "1"]) == 0
+    assert main(["demo", "--pause-scale", "0", "--no-agents", "--out", str(tmp_path), "--threads", "1"]) == 0
     shown = capsys.readouterr().out
     assert (tmp_path / "index.html").resolve().as_uri() in shown
     result = load_result(tmp_path / "result.json")
     assert [run.name for run in result.runs] == ["cache on", "cache off"]
     on, off = result.runs
-    assert result.command == "longturn demo --pause-scale 0 --set executor.threads=1"
+    assert result.command == "longturn demo --pause-scale 0 --no-agents --set executor.threads=1"
     assert off.server == "longturn serve --set executor.threads=1 --set cache.prefix_caching=false"
     assert [t.prompt_tokens for t in on.turns] == [t.prompt_tokens for t in off.turns]
     assert on.totals.cached_tokens > 0 == off.totals.cached_tokens
+
+
+def test_demo_replays_agents_on_each_server_and_writes_their_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local_server_module, "local_server", fake_local_server)
+    argv = ["demo", "--pause-scale", "0", "--concurrency", "1,2", "--duration", "1", "--out", str(tmp_path)]
+    assert main([*argv, "--api-key", "secret"]) == 0
+    shown = capsys.readouterr().out
+    page = tmp_path / "agents" / "index.html"
+    assert page.resolve().as_uri() in shown and (tmp_path / "index.html").resolve().as_uri() in shown
+    assert "agent sessions, cache on" in shown and "agent sessions, cache off" in shown
+    on, off = (
+        [load_point(tmp_path / "agents" / name / f"agentx-{count:04d}.json") for count in (1, 2)]
+        for name in ("cache-on", "cache-off")
+    )
+    for point in (*on, *off):
+        assert point.traces.name == "desk.jsonl" and point.traces.preset == "quick" and point.metrics.errors == 0
+        assert point.validity.valid and point.metrics.requests > 0
+        assert "secret" not in point.command
+    assert {point.configuration for point in on} == {"cache on"} and {point.configuration for point in off} == {
+        "cache off"
+    }
+    assert all(point.metrics.cached_tokens for point in on) and not any(point.metrics.cached_tokens for point in off)
+    assert all(str(point.concurrency) in page.read_text() for point in on)
+    assert load_result(tmp_path / "result.json").command == (
+        "longturn demo --pause-scale 0 --concurrency 1,2 --duration 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [(["--concurrency", "0"], "--concurrency must be between 1"), (["--duration", "0"], "--duration must be at least")],
+)
+def test_bad_values_are_refused_before_anything_starts(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *argv, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -65,7 +105,7 @@ def test_an_end_before_the_second_run_keeps_the_first(
             yield url
 
     monkeypatch.setattr(local_server_module, "local_server", only_once)
-    assert main(["demo", "--pause-scale", "0", "--out", str(tmp_path)]) == code
+    assert main(["demo", "--pause-scale", "0", "--no-agents", "--out", str(tmp_path)]) == code
     result = load_result(tmp_path / "result.json")
     assert [run.name for run in result.runs] == ["cache on"]
     assert message in capsys.readouterr().err
@@ -79,7 +119,7 @@ def test_ctrl_c_while_the_server_stops_keeps_the_run(monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     monkeypatch.setattr(local_server_module, "local_server", stuck)
-    assert main(["demo", "--pause-scale", "0", "--out", str(tmp_path)]) == 130
+    assert main(["demo", "--pause-scale", "0", "--no-agents", "--out", str(tmp_path)]) == 130
     assert len(load_result(tmp_path / "result.json").runs[0].turns) == 12
 
 

@@ -11,14 +11,18 @@ import pytest
 
 from longturn.bench.job_metrics import job_metrics, jobs_from_turns
 from longturn.bench.point_metrics import measure
+from longturn.bench.replay import Replay
 from longturn.cli.main import main
 from longturn.cli.points import measured_figures, tree_timeline
+from longturn.cli.replay_points import points_of_result
+from longturn.cli.results import make_run
 from longturn.report.point import save_point
 from longturn.report.schema import save_result
 from longturn.report.store import Store
 from tests.bench.test_point_metrics import turn
 from tests.report.points import point, sweep
 from tests.report.samples import result
+from tests.report.samples import result as changed_result
 
 
 @pytest.fixture
@@ -27,6 +31,9 @@ def folder(tmp_path: Path) -> Path:
     for number, one in enumerate(sweep()):
         save_point(one, tmp_path / "runs" / one.configuration / f"{number}.json")
     save_result(result(), tmp_path / "runs" / "demo" / "result.json")
+    (tmp_path / "runs" / "empty").mkdir()
+    (tmp_path / "runs" / "empty" / "other.json").write_text('{"id": "a trace"}')
+    (tmp_path / "runs" / "empty" / "broken.txt").write_text('{"kind": "longturn-replay", "version": 1}')
     return tmp_path / "runs"
 
 
@@ -75,7 +82,7 @@ def test_json_has_frontiers_and_ratios(folder: Path, tmp_path: Path, capsys: pyt
     assert [p["concurrency"] for p in by_name["plain LRU"]["frontier"]] == [16, 8, 4, 2, 1]
     assert [p["concurrency"] for p in by_name["session cache"]["frontier"]] == [16, 8, 4, 2, 1]
     assert by_name["session cache"]["invalid_points"] == 1
-    (matched,) = shown["matched"]
+    (matched,) = [one for one in shown["matched"] if one["name"] == "plain LRU"]
     assert matched["baseline_total_tokens_per_s_per_chip"] == pytest.approx(27_900)
     assert matched["ratio"] == pytest.approx(matched["total_tokens_per_s_per_chip"] / 27_900)
     assert (matched["place"], matched["clamped"]) == ("inside", False)
@@ -93,7 +100,7 @@ def test_the_store_grows_and_selects(folder: Path, tmp_path: Path, capsys: pytes
     assert main(["report", str(folder / "session cache"), *common]) == 0
     assert main(["report", str(folder), *common]) == 0
     with Store(Path(store), create=False) as opened:
-        assert len(opened) == 12
+        assert len(opened) == 12 + 2  # the replay's two runs came with the whole folder
     capsys.readouterr()
     assert main(["report", *common, "--select", "configuration=plain LRU", "--select", "valid=1"]) == 0
     assert [one["name"] for one in json.loads(capsys.readouterr().out)["configurations"]] == ["plain LRU"]
@@ -108,10 +115,10 @@ def test_the_live_page_shows_new_results_and_ends_with_ctrl_c(folder: Path) -> N
         assert process.stdout is not None
         url = json.loads(process.stdout.readline())["ready"]
         with urllib.request.urlopen(url, timeout=20) as answer:
-            assert b"12 points of 2 configurations" in answer.read()
+            assert b"14 points of 4 configurations" in answer.read()
         save_point(point("another", 1, 100.0, 50.0), folder / "new.json")
         with urllib.request.urlopen(url, timeout=20) as answer:
-            assert b"13 points of 3 configurations" in answer.read()
+            assert b"15 points of 5 configurations" in answer.read()
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
     finally:
@@ -125,8 +132,9 @@ def test_the_live_page_shows_new_results_and_ends_with_ctrl_c(folder: Path) -> N
         ([], "nothing to report"),
         (["missing.json"], "missing.json: No such file"),
         (["--store", "missing.db"], "missing.db: no such store"),
-        (["{folder}/demo"], "no point file in this folder"),
-        (["{folder}/demo/result.json"], "not a longturn-point file"),
+        (["{folder}/empty"], "no result of `bench agentx`, `bench replay` or `explain`"),
+        (["{folder}/empty/other.json"], "not a longturn-point file (kind is None)"),
+        (["{folder}/empty/broken.txt"], "broken.txt: "),
         (["{folder}", "--baseline", "x"], "no configuration 'x'"),
         (["{folder}", "--at", "0"], "--at must be more than 0"),
         (["{folder}", "--serve", "70000"], "--serve must be a port"),
@@ -143,6 +151,46 @@ def test_bad_input(folder: Path, arguments: list[str], message: str, capsys: pyt
     assert message in error
     assert error.count("\n") == 1
     assert not out.exists()
+
+
+def test_a_replay_is_drawn_beside_points(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "r.html"
+    assert main(["report", str(folder / "demo" / "result.json"), "--out", str(page), "--percentile", "p50"]) == 0
+    shown = capsys.readouterr().out
+    # Two runs of one lane; medians of TTFT of 2000 and 400, and of 2000 and 2800 ms.
+    on, off = [line.split() for line in shown.splitlines() if line.startswith("cache o")]
+    assert (on[:3], off[:3]) == (["cache", "on", "1"], ["cache", "off", "1"])
+    assert "1.20" in on and "2.40" in off
+    assert "pauses × 0.25; compares with the same replay alone" in page.read_text()
+
+
+def test_a_replay_as_a_point_has_the_figures_of_the_replay() -> None:
+    records = [
+        turn("a", 0, sent=1.0, first=2.0, end=4.0, output=5, prompt=100, cached=0),
+        turn("a", 1, sent=5.0, first=5.5, end=6.0, output=3, prompt=300, cached=256),
+        turn("b", 0, sent=5.0, first=6.5, end=6.5, output=1, prompt=50, cached=None),
+        turn("b", 1, sent=7.0, end=7.1, error="HTTP 500: no"),
+    ]
+    run = make_run("measured", "longturn serve --set cache.prefix_caching=false", Replay(tuple(records), 4, False))
+    (made,) = points_of_result(changed_result(runs=(run,)))
+    direct = measured_figures(measure(records, chips=1))
+    for name in (
+        "requests",
+        "errors",
+        "ttft_ms",
+        "e2e_ms",
+        "prompt_tokens",
+        "cached_tokens",
+        "hit_rate",
+        "error_kinds",
+    ):
+        assert getattr(made.metrics, name) == getattr(direct, name), name
+    for name in ("total_tokens_per_s", "input_tokens_per_s", "output_tokens_per_s", "cached_tokens_per_s"):
+        assert getattr(made.metrics, name) == pytest.approx(getattr(direct, name)), name
+    assert direct.itl_ms is not None and made.metrics.itl_ms is not None
+    assert (made.metrics.itl_ms.count, made.metrics.itl_ms.p90) == (2, pytest.approx(direct.itl_ms.p90))
+    assert made.flags == {"cache.prefix_caching": "false"}
+    assert (made.validity.valid, made.validity.reasons[0]) == (False, "partial: turns are missing")
 
 
 def test_measured_figures_are_milliseconds() -> None:

@@ -1,40 +1,43 @@
 """Replay of recorded session trees against a server: the clock and the sockets around `schedule`.
 
-One asyncio task waits for the next due time or the next answer; each request has a task of its own. Prompts are made in
-the pause before they are due, since a long one takes tens of milliseconds that would otherwise be lag.
+One asyncio task waits for the next due time or the next answer; each request has a task of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from longturn.bench.bodies import Bodies, Prompt
-from longturn.bench.client import ChatClient, TargetError
+from longturn.bench.client import TargetError
 from longturn.bench.lanes import NS_PER_S, LiveTree, Send, to_ns
 from longturn.bench.presets import Rules
+from longturn.bench.prompts_ahead import PromptsAhead
 from longturn.bench.records import Answer, TurnRecord
 from longturn.bench.schedule import Schedule
+from longturn.bench.server_samples import ReadState, ServerHistory, ServerWatch, interval_s
 from longturn.bench.synth import RequestKey
+from longturn.bench.target import Target
 from longturn.bench.traces.tree import SessionTree, TraceRequest
 from longturn.bench.validity import Asked, Conduct
 
-_AHEAD_NS = 2 * NS_PER_S
-"""Prompts are made this long before they are due; earlier, those of all lanes would fill the memory."""
 _TICK_S = 0.25
-_NEAR_NS = 2_000_000
+_NEAR_NS = 1_200_000
 """asyncio's timers are late by up to a millisecond: the last moments before a send are waited for without one."""
 _MOST_ERRORS_IN_A_ROW = 20
 """A server that answers nothing else is gone, and without pauses a replay would flood it."""
 _LEAST_ENDED = 20
 """Error rates of fewer requests than this stop nothing."""
 
-_TOO_LONG = re.compile(r"HTTP (400|413|422):.*(context|max_model_len|too long|does not fit|maximum.*length)", re.I)
+_TOO_LONG = re.compile(
+    r"(HTTP (400|413|422)|refused):.*(context|max_model_len|too long|does not fit|maximum.*length)", re.I
+)
 
 
 class AgentProgress(Protocol):
@@ -57,6 +60,8 @@ class AgentTurn:
     send: Send
     marker: str
     asked: Asked
+    prefix_tokens: int = 0
+    """With live carry-over: tokens at the prompt's start that the server has computed or written, template apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +80,12 @@ class Measurement:
     interrupted: bool
     """Stopped by Ctrl-C."""
     warmup_requests: int
+    server: ServerHistory = field(default_factory=ServerHistory)
+    """The server's state meanwhile."""
 
 
 async def measure(
-    client: ChatClient,
+    client: Target,
     bodies: Bodies,
     trees: Sequence[SessionTree],
     rules: Rules,
@@ -89,6 +96,8 @@ async def measure(
     run: str,
     token_counts: bool = False,
     progress: AgentProgress,
+    read_state: ReadState | None = None,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> Measurement:
     """Replay with `lanes` session trees alive for `rules.duration_s`, after a warm-up.
 
@@ -103,29 +112,32 @@ async def measure(
         lanes: session trees alive at once.
         seed: of the schedule.
         run: name of the run, another one for each measurement against the same server; see `Schedule`.
-        token_counts: ask for `return_token_ids`, which tells how many tokens an event bundles, and costs as many
-            bytes as the prompt.
+        token_counts: ask for usage in every event (`continuous_usage_stats`), which tells how many tokens it bundles.
         progress: see there.
+        read_state: of the server, to be called every second or so.
+        clock_ns: the clock of the target's answers.
 
     Raises:
         TargetError: a warm-up request of a root agent failed, or the warm-up took too long.
         ConfigError: no sessions, or no lanes.
     """
     schedule = Schedule(trees, rules, lanes, seed, run)
-    runner = _Runner(client, bodies, rules, schedule, model, token_counts, progress)
+    runner = _Runner(client, bodies, rules, schedule, model, token_counts, progress, read_state, clock_ns)
     return await runner.run()
 
 
 class _Runner:
     def __init__(
         self,
-        client: ChatClient,
+        client: Target,
         bodies: Bodies,
         rules: Rules,
         schedule: Schedule,
         model: str,
         token_counts: bool,
         progress: AgentProgress,
+        read_state: ReadState | None,
+        clock_ns: Callable[[], int],
     ) -> None:
         self._client = client
         self._bodies = bodies
@@ -134,16 +146,18 @@ class _Runner:
         self._model = model
         self._token_counts = token_counts
         self._progress = progress
+        self._read_state = read_state
+        self._clock_ns = clock_ns
+        self._server = ServerHistory()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._maker: asyncio.Task[None] | None = None
         self._broken: BaseException | None = None
         """A bug in one of the tasks: without its request ending, its session would wait for ever."""
-        self._prompts: dict[tuple[int, int, RequestKey], Prompt] = {}
+        self._prompts = PromptsAhead(bodies, schedule, self._prompt_made)
         self._turns: list[AgentTurn] = []
         self._planned: dict[str, int] = {}
         self._conduct = Conduct()
-        self._origin_ns = time.perf_counter_ns()
+        self._origin_ns = self._clock_ns()
         self._failed = 0
         self._failed_in_a_row = 0
         self._last_error = ""
@@ -153,8 +167,13 @@ class _Runner:
         interrupted = False
         try:
             await self._warm_up()
-            self._origin_ns = time.perf_counter_ns()
-            await self._replay()
+            while (making := self._prompts.make_next(0)) is not None:
+                await making
+            # What is there now stays: collections need not look at it again, which would take tens of milliseconds.
+            gc.collect()
+            gc.freeze()
+            self._origin_ns = self._clock_ns()
+            await self._replay_watched()
         except asyncio.CancelledError:
             interrupted = True
             self._conduct = replace(self._conduct, cancelled="interrupted")
@@ -162,8 +181,9 @@ class _Runner:
             if task is not None:
                 task.uncancel()
         finally:
+            gc.unfreeze()
             await self._stop_tasks()
-        elapsed_s = (time.perf_counter_ns() - self._origin_ns) / NS_PER_S
+        elapsed_s = (self._clock_ns() - self._origin_ns) / NS_PER_S
         return Measurement(
             turns=tuple(self._turns),
             planned_turns=dict(self._planned),
@@ -172,14 +192,15 @@ class _Runner:
             conduct=replace(self._conduct, skipped=self._schedule.skipped),
             interrupted=interrupted,
             warmup_requests=self._warmup_requests,
+            server=self._server,
         )
 
     async def _stop_tasks(self) -> None:
-        tasks = [*self._tasks, *([self._maker] if self._maker is not None else [])]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._prompts.close()
 
     # --- warm-up -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +211,7 @@ class _Runner:
 
         async def lane(live: LiveTree, keys: Sequence[RequestKey]) -> None:
             for key in keys:
-                prompt = self._bodies.prompt(live.tree, key, live.marker)
+                prompt = await self._prompts.make(live, key)
                 answer = await self._client.send(self._body(prompt, 1), session_id=live.marker, path=self._bodies.path)
                 self._warmup_requests += 1
                 self._progress.warming_up(self._warmup_requests, total)
@@ -219,9 +240,21 @@ class _Runner:
             "temperature": 0.0,
             "ignore_eos": True,
         }
-        return {**body, "return_token_ids": True} if self._token_counts else body
+        return {**body, "stream_options": {"continuous_usage_stats": True}} if self._token_counts else body
 
     # --- measurement -------------------------------------------------------------------------------------------------
+
+    async def _replay_watched(self) -> None:
+        if self._read_state is None:
+            self._server = ServerHistory(reason="this kind of target is not asked")
+            await self._replay()
+            return
+        watch = ServerWatch(self._read_state, interval_s(self._rules.duration_s))
+        try:
+            async with watch:
+                await self._replay()
+        finally:
+            self._server = watch.history
 
     async def _replay(self) -> None:
         schedule = self._schedule
@@ -238,59 +271,44 @@ class _Runner:
                 self._conduct = replace(self._conduct, undrained=len(self._tasks))
                 return
             self._progress.measuring(now_ns / NS_PER_S, len(self._turns), self._failed, len(self._tasks))
-            self._make_ahead()
+            self._prompts.make_next(now_ns)
             due_ns = schedule.next_ns()
             until_ns = due_ns if due_ns is not None else give_up_ns if schedule.closed else schedule.end_ns
             left_ns = until_ns - self._now_ns()
             if left_ns <= _NEAR_NS:
-                await asyncio.sleep(0)
+                self._wake.clear()
+                while self._now_ns() < until_ns and not self._wake.is_set():
+                    await asyncio.sleep(0)
                 continue
-            timeout_s = min(_TICK_S, (left_ns - _NEAR_NS / 2) / NS_PER_S)
+            timeout_s = min(_TICK_S, (left_ns - _NEAR_NS) / NS_PER_S)
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._wake.wait()
 
     def _now_ns(self) -> int:
-        return time.perf_counter_ns() - self._origin_ns
-
-    def _make_ahead(self) -> None:
-        """Start to make the first prompt that will soon be needed, unless one is being made.
-
-        On a thread: the loop must go on reading streams, or the times of their events would be wrong.
-        """
-        if self._schedule.closed or (self._maker is not None and not self._maker.done()):
-            return
-        horizon_ns = min(self._now_ns() + _AHEAD_NS, self._schedule.end_ns)
-        for send in self._schedule.upcoming():
-            if send.due_ns <= horizon_ns and _place(send) not in self._prompts:
-                self._maker = asyncio.create_task(self._make(send))
-                self._maker.add_done_callback(self._note_bug)
-                return
-
-    async def _make(self, send: Send) -> None:
-        live = self._schedule.lanes[send.lane]
-        prompt = await asyncio.to_thread(self._bodies.prompt, live.tree, send.key, live.marker)
-        if _place(send) in map(_place, self._schedule.upcoming()):  # else it was sent or dropped meanwhile
-            self._prompts[_place(send)] = prompt
-        self._wake.set()
+        return self._clock_ns() - self._origin_ns
 
     def _launch(self, send: Send) -> None:
         live = self._schedule.lanes[send.lane]
         if live.whole:
             self._planned.setdefault(live.name, sum(1 for _ in live.tree.requests()))
-        prompt = self._prompts.pop(_place(send), None) or self._bodies.prompt(live.tree, send.key, live.marker)
-        task = asyncio.create_task(self._turn(send, live, prompt))
+        task = asyncio.create_task(self._turn(send, live, self._prompts.take(send, live)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(self._note_bug)
 
-    def _note_bug(self, task: asyncio.Task[None]) -> None:
+    def _prompt_made(self, task: asyncio.Task[Prompt]) -> None:
+        self._note_bug(task)
+        self._wake.set()  # the next one can be made
+
+    def _note_bug(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and task.exception() is not None:
             self._broken = task.exception()
             self._wake.set()
 
-    async def _turn(self, send: Send, live: LiveTree, prompt: Prompt) -> None:
+    async def _turn(self, send: Send, live: LiveTree, making: asyncio.Task[Prompt]) -> None:
+        prompt = making.result() if making.done() else await making
         output_tokens = max(1, _request(live.tree, send.key).output_tokens)
         answer = await self._client.send(
             self._body(prompt, output_tokens),
@@ -300,12 +318,16 @@ class _Runner:
         )
         conversation = live.tree.conversations[send.key.conversation]
         record = TurnRecord(live.name, send.key.index, conversation.label or conversation.kind, send.lane, answer)
-        asked = Asked(answer, prompt.tokens, output_tokens)
-        self._turns.append(AgentTurn(record, conversation.id, send, live.marker, asked))
+        asked = Asked(answer, prompt.tokens, output_tokens, prompt.slack_tokens)
+        self._turns.append(AgentTurn(record, conversation.id, send, live.marker, asked, prompt.prefix_tokens))
+        self._bodies.answered(live.tree, send.key, live.marker, answer)
         overflow = answer.error is not None and too_long(answer.error)
         if overflow:
             self._conduct = replace(self._conduct, overflows=self._conduct.overflows + 1)
         self._schedule.answered(send, answer.end_ns - self._origin_ns, overflow=overflow)
+        if self._schedule.lanes[send.lane] is not live:
+            self._bodies.forget(live.marker)
+            self._prompts.drop(send.lane, send.recycle)
         self._check_errors(answer)
         self._wake.set()
 
@@ -322,11 +344,6 @@ class _Runner:
         if reason is not None and self._conduct.cancelled is None:
             self._conduct = replace(self._conduct, cancelled=reason)
             self._schedule.close()
-
-
-def _place(send: Send) -> tuple[int, int, RequestKey]:
-    """What tells sends apart, whenever they are due."""
-    return send.lane, send.recycle, send.key
 
 
 def _request(tree: SessionTree, key: RequestKey) -> TraceRequest:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from longturn.bench.records import Answer
 from longturn.bench.synth import RequestKey, TokenPrompts
 from longturn.bench.synth_chat import ChatPrompts
-from longturn.bench.synth_words import HttpTokenize, find_words, measure_costs
+from longturn.bench.synth_words import HttpTokenize, Tokenize, find_words, measure_costs
 from longturn.bench.traces.tree import SessionTree
 
 Api = Literal["chat", "completions"]
@@ -20,6 +21,10 @@ class Prompt:
     """`messages` or `prompt` of the body."""
     tokens: int
     """What the server should count."""
+    slack_tokens: int = 0
+    """How far off its count may be."""
+    prefix_tokens: int = 0
+    """With live carry-over: tokens at its start that the server has computed or written before."""
 
 
 class Bodies(Protocol):
@@ -30,11 +35,33 @@ class Bodies(Protocol):
         """Where they are posted."""
         ...
 
-    def prompt(self, tree: SessionTree, key: RequestKey, marker: str) -> Prompt: ...
+    def prompt(self, tree: SessionTree, key: RequestKey, marker: str) -> Prompt:
+        """The prompt of one request of one replay of a session. Called from several threads."""
+        ...
+
+    def answered(self, tree: SessionTree, key: RequestKey, marker: str, answer: Answer) -> None:
+        """A measured request has ended, well or not; the next prompt of its agent is asked for after this."""
+        ...
+
+    def forget(self, marker: str) -> None:
+        """The replay has ended: no prompt of this marker will be asked for again."""
+        ...
+
+
+class RecordedBodies:
+    """What prompts are made of does not depend on the answers."""
+
+    __slots__ = ()
+
+    def answered(self, tree: SessionTree, key: RequestKey, marker: str, answer: Answer) -> None:
+        pass
+
+    def forget(self, marker: str) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
-class TokenBodies:
+class TokenBodies(RecordedBodies):
     """Prompts as token ids."""
 
     prompts: TokenPrompts
@@ -46,7 +73,7 @@ class TokenBodies:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatBodies:
+class ChatBodies(RecordedBodies):
     """Prompts as messages of whole words."""
 
     prompts: ChatPrompts
@@ -82,10 +109,22 @@ async def make_bodies(
         TargetError: the server has no `/tokenize`, or its chat template adds lengths that cannot be predicted.
         ConfigError: too few words or ids for the blocks of these sessions.
     """
+    async with HttpTokenize(url, model, api_key=api_key) as tokenize:
+        return await make_bodies_with(tokenize, api, trees, seed, token_ids=token_ids)
+
+
+async def make_bodies_with(
+    tokenize: Tokenize,
+    api: Api,
+    trees: Sequence[SessionTree],
+    seed: int,
+    *,
+    token_ids: Sequence[int] | None = None,
+) -> Bodies:
+    """As `make_bodies`, for what has the tokenizer itself. With `token_ids` it is not asked."""
     if api == "completions" and token_ids is not None:
         return TokenBodies(TokenPrompts(trees, token_ids, seed))
-    async with HttpTokenize(url, model, api_key=api_key) as tokenize:
-        words = await find_words(tokenize)
-        if api == "completions":
-            return TokenBodies(TokenPrompts(trees, words.token_ids, seed))
-        return ChatBodies(ChatPrompts(trees, words, await measure_costs(tokenize, words), seed))
+    words = await find_words(tokenize)
+    if api == "completions":
+        return TokenBodies(TokenPrompts(trees, words.token_ids, seed))
+    return ChatBodies(ChatPrompts(trees, words, await measure_costs(tokenize, words), seed))

@@ -146,6 +146,26 @@ class LiveTree:
         ]
         return sorted(found, key=lambda send: (send.due_ns, send.key.conversation))
 
+    def following(self) -> list[Send]:
+        """What the answers in flight will make due, each with its recorded pause in place of a time; some of it may
+        have to wait for subagents as well."""
+        if self.abandoned:
+            return []
+        found = []
+        for number in self._flying:
+            after = [(number, self._next[number] + 1)]
+            after += [
+                (child, 0)
+                for child in self.tree.children(number)
+                if self.tree.conversations[child].spawn_after == self._next[number] and child in self._left
+            ]
+            for conversation, index in after:
+                requests = self.tree.conversations[conversation].requests
+                if index < len(requests):
+                    key = RequestKey(self.tree.id, conversation, index)
+                    found.append(Send(self.lane, self.recycle, key, to_ns(requests[index].gap_s)))
+        return found
+
     def sent(self, number: int) -> None:
         """Conversation `number` sends its next request."""
         del self._timers[number]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +15,41 @@ class Chunk:
     at_ns: int
     tokens: int | None
     """Tokens in it, where the server says so (`token_ids`); one event may bundle several."""
+
+
+class Chunks(Sequence[Chunk]):
+    """The events of one answer in twelve bytes each: an hour of 64 streams has twenty million."""
+
+    __slots__ = ("_times", "_tokens")
+
+    def __init__(self, times_ns: array[int], tokens: array[int]) -> None:
+        """
+        Args:
+            times_ns: `at_ns` of each.
+            tokens: of each, -1 where the server does not say.
+        """
+        self._times = times_ns
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> Chunks: ...
+    def __getitem__(self, index: int | slice) -> Chunk | Chunks:
+        if isinstance(index, slice):
+            return Chunks(self._times[index], self._tokens[index])
+        tokens = self._tokens[index]
+        return Chunk(self._times[index], None if tokens < 0 else tokens)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for at_ns, tokens in zip(self._times, self._tokens, strict=True):
+            yield Chunk(at_ns, None if tokens < 0 else tokens)
+
+    def __repr__(self) -> str:
+        return f"Chunks({list(self)!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +63,14 @@ class Answer:
     """End of the whole stream, not of the last visible text: a parser may swallow output."""
     first_byte_ns: int | None = None
     """Response headers arrived."""
-    chunks: tuple[Chunk, ...] = ()
+    chunks: Sequence[Chunk] = ()
     text: str = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
     """The server's own counts; a client never tokenises."""
+    token_ids: tuple[int, ...] | None = None
+    """Of the output, where the server sends them (`return_token_ids`)."""
     finish: str | None = None
     error: str | None = None
     """One line; None if the answer is complete."""

@@ -130,6 +130,22 @@ class Schedule:
         found = [send for live in self.lanes for send in live.pending()]
         return sorted(found, key=lambda send: (send.due_ns, send.lane, send.key.conversation))
 
+    def following(self, within_ns: int) -> list[tuple[LiveTree, Send]]:
+        """What the answers in flight may make due, with its tree, the shortest pause first: for prompts that can be
+        made before.
+
+        Args:
+            within_ns: longest recorded pause after the answer.
+        """
+        found = []
+        for live in self.lanes:
+            found += [(live, send) for send in live.following()]
+            if not live.abandoned and live.requests_left == 0:  # the next session may start with the last answer
+                following = self._take(live.lane, live.recycle + 1)
+                found += [(following, send) for send in following.pending()]
+        near = [pair for pair in found if pair[1].due_ns <= within_ns]
+        return sorted(near, key=lambda pair: (pair[1].due_ns, pair[1].lane, pair[1].key.conversation))
+
     def answered(self, send: Send, now_ns: int, *, overflow: bool = False) -> None:
         """A request has ended, well or not.
 

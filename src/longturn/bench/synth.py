@@ -166,6 +166,37 @@ class BlockSymbols:
         return symbols
 
 
+class RequestSymbols:
+    """Symbols that belong to one request alone, with its number among all requests at their start: so texts of two
+    requests differ within the first `digits` symbols."""
+
+    def __init__(self, name: str, key: RequestKey, vocabulary: int, *, number: int = 0, total: int = 1) -> None:
+        """
+        Args:
+            name: of what the symbols are for; another name gives others.
+            key: the request.
+            vocabulary: number of symbols, at least 2.
+            number: of the request, below `total`.
+            total: how many requests there are.
+        """
+        self._key = _hash64(f"{name}:{key.tree_id}:{key.conversation}:{key.index}")
+        self._vocabulary = vocabulary
+        self._number = number
+        self.digits = 1
+        while vocabulary**self.digits < total:
+            self.digits += 1
+
+    def __call__(self, count: int) -> Symbols:
+        """The first `count` of them, each below the vocabulary's size."""
+        steps = np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
+        symbols = (_mix(np.uint64(self._key) + steps) % np.uint64(self._vocabulary)).astype(np.int64)
+        rest = self._number
+        for digit in range(min(self.digits, count)):
+            symbols[digit] = rest % self._vocabulary
+            rest //= self._vocabulary
+        return symbols
+
+
 class TokenPrompts:
     """Prompts as token ids, for `/v1/completions`: exact for every tokenizer, because none is asked."""
 
@@ -182,7 +213,8 @@ class TokenPrompts:
         self._ids = np.asarray(token_ids, np.int64)
         if len(np.unique(self._ids)) != len(self._ids):
             raise ConfigError("the token ids for prompts must all be different")
-        self._symbols = BlockSymbols(trees, len(self._ids), seed)
+        self.symbols = BlockSymbols(trees, len(self._ids), seed)
+        self.token_ids = tuple(token_ids)
 
     def prompt(self, tree: SessionTree, key: RequestKey, marker: str = "") -> list[int]:
         """The prompt of one request: exactly its `input_tokens` ids.
@@ -192,8 +224,8 @@ class TokenPrompts:
         the system prompt and the first one or two tokens after it.
         """
         request = tree.conversations[key.conversation].requests[key.index]
-        body = self._symbols.blocks(tree, tree.trie.path(request.node), marker).reshape(-1)[: request.input_tokens]
-        symbols = np.concatenate([body, self._symbols.tail(tree, key, marker)])
+        body = self.symbols.blocks(tree, tree.trie.path(request.node), marker).reshape(-1)[: request.input_tokens]
+        symbols = np.concatenate([body, self.symbols.tail(tree, key, marker)])
         ids: list[int] = self._ids[symbols].tolist()
         return ids
 

@@ -47,30 +47,40 @@ class ChatPrompts:
         Raises:
             ConfigError: blocks too small for this many words.
         """
+        self.words = words.words
+        self.opener_tokens = words.opener_tokens
+        self.costs = costs
+        self.symbols = BlockSymbols(trees, len(words.words), seed)
         self._words = np.asarray(words.words, dtype=object)
-        self._costs = costs
-        self._symbols = BlockSymbols(trees, len(words.words), seed)
         self._roles = {
             tree.id: _roles(tree, max(costs.system_to_user, costs.assistant_to_user) + costs.end) for tree in trees
         }
 
+    def roles(self, tree: SessionTree) -> dict[int, str]:
+        """The role of every block of a session, by its node."""
+        return self._roles[tree.id]
+
     def prompt(self, tree: SessionTree, key: RequestKey, marker: str = "") -> ChatMessages:
         """The messages of one request."""
+        return self._messages(*self.parts(tree, key, marker))
+
+    def parts(self, tree: SessionTree, key: RequestKey, marker: str = "") -> tuple[list[tuple[str, Symbols]], int]:
+        """(role, symbols) of each block and the tail of one request, and how many tokens the template adds."""
         request = tree.conversations[key.conversation].requests[key.index]
         path = tree.trie.path(request.node)
         known = self._roles[tree.id]
         roles = [known[node] for node in path]
-        tail = self._symbols.tail(tree, key, marker)
-        costs, before = self._costs, "system" if roles[:1] == ["system"] else "user"
+        tail = self.symbols.tail(tree, key, marker)
+        costs, before = self.costs, "system" if roles[:1] == ["system"] else "user"
         changes = [costs.between(*pair) for pair in itertools.pairwise([before, *roles, "user"])]
         front = costs.front_with_system if before == "system" else costs.front
         fixed = front + sum(changes) + costs.end
 
         parts: list[tuple[str, Symbols]] = []
-        least = self._symbols.digits(tree)
+        least = self.symbols.digits(tree)
         left = request.input_tokens - fixed
         owed = front
-        for role, block, change in zip(roles, self._symbols.blocks(tree, path, marker), changes, strict=False):
+        for role, block, change in zip(roles, self.symbols.blocks(tree, path, marker), changes, strict=False):
             owed += change
             count = max(least, len(block) - owed)
             owed -= len(block) - count
@@ -78,7 +88,7 @@ class ChatPrompts:
             parts.append((role, block[:count]))
             left -= count
         parts.append(("user", tail[: max(0, left)]))
-        return self._messages(parts, fixed)
+        return parts, fixed
 
     def _messages(self, parts: Sequence[tuple[str, Symbols]], fixed: int) -> ChatMessages:
         messages, total = [], fixed

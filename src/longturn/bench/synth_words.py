@@ -55,6 +55,8 @@ class Words:
 
     words: tuple[str, ...]
     token_ids: tuple[int, ...]
+    opener_tokens: int = 1
+    """Tokens of `OPENER`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ async def find_words(tokenize: Tokenize) -> Words:
         found.setdefault(token, word)
     if len(found) < _LEAST_WORDS:
         raise TargetError(f"only {len(found)} of the words for prompts are one token for this server's tokenizer")
-    return Words(tuple(found.values()), tuple(found))
+    return Words(tuple(found.values()), tuple(found), opener)
 
 
 async def measure_costs(tokenize: Tokenize, words: Words) -> ChatCosts:

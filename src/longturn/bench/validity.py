@@ -29,6 +29,9 @@ class Asked:
     """The tokens that were sent."""
     output_tokens: int
     """The tokens that were asked for, with `ignore_eos`."""
+    input_slack: int = 0
+    """How many tokens the server may count more or fewer than were sent: an answer in the history may have others when
+    it is tokenised as part of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +122,12 @@ def _lengths(good: Sequence[Asked]) -> list[str]:
     """A server that computes other lengths than recorded does other work."""
     reasons = []
     pairs = {
-        "input_length_mismatch": [(item.answer.prompt_tokens, item.input_tokens) for item in good],
-        "output_length_mismatch": [(item.answer.output_tokens, item.output_tokens) for item in good],
+        "input_length_mismatch": [(item.answer.prompt_tokens, item.input_tokens, item.input_slack) for item in good],
+        "output_length_mismatch": [(item.answer.output_tokens, item.output_tokens, 0) for item in good],
     }
     for name, found in pairs.items():
-        told = [(count, wanted) for count, wanted in found if count is not None]
-        wrong = [(count, wanted) for count, wanted in told if count != wanted]
+        told = [(count, wanted, slack) for count, wanted, slack in found if count is not None]
+        wrong = [(count, wanted) for count, wanted, slack in told if abs(count - wanted) > slack]
         if told and len(wrong) / len(told) > WRONG_LENGTH_LIMIT:
             count, wanted = wrong[0]
             reasons.append(

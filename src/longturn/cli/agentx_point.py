@@ -16,12 +16,13 @@ from longturn.bench.presets import Rules
 from longturn.bench.traces.tree import SessionTree
 from longturn.bench.tree_hits import replay_hit_rate
 from longturn.bench.validity import judge
+from longturn.cli.agentx_target import Kind
 from longturn.cli.points import measured_figures, tree_timeline
 from longturn.cli.results import environment
 from longturn.cli.terminal import table
 from longturn.cli.version import longturn_version
 from longturn.report.page import count_text, percent_text, rate_text, seconds_text
-from longturn.report.point import Engine, Model, Platform, Point, Timeline, Traces, Validity
+from longturn.report.point import Engine, Model, Platform, Point, ServerSample, Timeline, Traces, Validity
 
 _HIT_SLACK = 0.01
 """The measured rate counts tokens, the theoretical one whole blocks: they differ a little by nature."""
@@ -39,11 +40,18 @@ class Setting:
     traces: Traces
     rules: Rules
     api: Api
+    target: Kind
+    carry_over: str
+    """`recorded` or `live`."""
+    weights: str | None
+    """How the engine computes with the weights, if it tells."""
     run: str
     """Name of the run, in its prompts' markers."""
+    derived_system: bool = False
+    """System prompts were found in captures that declare none."""
 
 
-def overrides(rules: Rules, traces: Traces) -> tuple[str, ...]:
+def overrides(rules: Rules, traces: Traces, carry_over: str, derived_system: bool = False) -> tuple[str, ...]:
     """Settings that make results under a published preset something else."""
     if not rules.comparable:
         return ()
@@ -52,6 +60,10 @@ def overrides(rules: Rules, traces: Traces) -> tuple[str, ...]:
         found.append(f"duration {rules.duration_s:g} s where {rules.preset} needs {rules.least_duration_s:g} s")
     if traces.scale_context != 1:
         found.append(f"context scaled by {traces.scale_context:g}")
+    if carry_over != "recorded":
+        found.append(f"{carry_over} carry-over")
+    if derived_system:
+        found.append("derived system prompts")
     return tuple(found)
 
 
@@ -63,7 +75,10 @@ def make_point(setting: Setting, trees: Sequence[SessionTree], measured: Measure
     jobs = job_metrics(
         jobs_from_turns(records, measured.planned_turns), chips=chips, window_ns=(measured.start_ns, end_ns)
     )
-    conduct = dataclasses.replace(measured.conduct, overrides=overrides(setting.rules, setting.traces))
+    conduct = dataclasses.replace(
+        measured.conduct,
+        overrides=overrides(setting.rules, setting.traces, setting.carry_over, setting.derived_system),
+    )
     verdict = judge(setting.rules, [turn.asked for turn in measured.turns], conduct)
     reasons = list(verdict.reasons)
     if setting.traces.dropped_requests:
@@ -71,7 +86,10 @@ def make_point(setting: Setting, trees: Sequence[SessionTree], measured: Measure
             f"max_context: {setting.traces.dropped_requests} requests of more than {setting.traces.max_context} tokens "
             "were dropped"
         )
-    hit = replay_hit_rate(trees, (turn.send.key for turn in measured.turns if turn.record.answer.ok))
+    if setting.carry_over == "live":
+        reasons.append(_carried(measured, setting.api))
+    good = [turn for turn in measured.turns if turn.record.answer.ok]
+    hit = replay_hit_rate(trees, (turn.send.key for turn in good), (turn.prefix_tokens for turn in good))
     figures = measured_figures(point_metrics(records, chips=chips), jobs, hit)
     if hit is not None and figures.hit_rate is not None and figures.hit_rate > hit + _HIT_SLACK:
         reasons.append(
@@ -92,13 +110,37 @@ def make_point(setting: Setting, trees: Sequence[SessionTree], measured: Measure
         metrics=figures,
         flags={
             "api": setting.api,
+            "target": setting.target,
+            "carry_over": setting.carry_over,
+            **({"model.weights": setting.weights} if setting.weights is not None else {}),
             "run_id": setting.run,
             "duration_s": f"{setting.rules.duration_s:g}",
             "warmup_requests": str(measured.warmup_requests),
+            **({"derive_system": "true"} if setting.derived_system else {}),
+            "server_state": measured.server.summary,
         },
-        client=f"longturn-bench {longturn_version()} ({setting.api})",
+        client=f"longturn-bench {longturn_version()} ({setting.api}, {setting.target})",
         environment=environment(),
         timeline=_timeline(measured),
+        server=_server(measured),
+    )
+
+
+def _carried(measured: Measurement, api: Api) -> str:
+    """How far the answers came into the prompts, and what that did to the prompts' lengths."""
+    good = [turn for turn in measured.turns if turn.record.answer.ok]
+    later = [turn for turn in good if turn.send.key.index]
+    off = [
+        abs(turn.record.answer.prompt_tokens - turn.asked.input_tokens)
+        for turn in good
+        if turn.record.answer.prompt_tokens is not None
+    ]
+    why = ""
+    if api == "completions" and good and not any(turn.record.answer.token_ids for turn in good):
+        why = ": the server ignores `return_token_ids`, so recorded text stands in"
+    return (
+        f"live_carry_over: {sum(turn.prefix_tokens > 0 for turn in later)} of {len(later)} later turns hold the answer "
+        f"before them, prompts are at most {max(off, default=0)} tokens off their recorded length{why}"
     )
 
 
@@ -111,6 +153,19 @@ def _timeline(measured: Measurement) -> Timeline | None:
         return None
     name = max(trees, key=lambda session: len(trees[session]))
     return tree_timeline(name, ((turn.agent, turn.record) for turn in trees[name]), measured.start_ns)
+
+
+def _server(measured: Measurement) -> tuple[ServerSample, ...]:
+    """The server's state over the measurement and its drain."""
+    return tuple(
+        ServerSample(
+            at_ms=round((state.at_ns - measured.start_ns) / 1e6, 1),
+            running=state.running,
+            waiting=state.waiting,
+            cache_used=None if state.cache_used is None else round(state.cache_used, 4),
+        )
+        for state in measured.server.states
+    )
 
 
 def points_table(points: Sequence[Point]) -> str:

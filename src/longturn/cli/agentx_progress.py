@@ -12,13 +12,19 @@ from longturn.bench.presets import Rules
 class SweepProgress:
     """A line redrawn in place on a terminal, one at each start of a part elsewhere."""
 
-    def __init__(self, rules: Rules, stream: TextIO | None = None) -> None:
+    def __init__(self, rules: Rules, stream: TextIO | None = None, name: str = "agentx") -> None:
         self.concurrency = 0
         self._rules = rules
+        self._name = name
         self._stream = sys.stderr if stream is None else stream
         self._live = self._stream.isatty()
         self._part = ""
         self._drawn_s = 0.0
+
+    def starting(self) -> None:
+        """The engine is being started, which takes seconds."""
+        self._stream.write(f"{self._name}: starting the engine\n")
+        self._stream.flush()
 
     def warming_up(self, done: int, planned: int) -> None:
         self._draw("warm-up", f"{done} of {planned} requests")
@@ -33,11 +39,11 @@ class SweepProgress:
     def _draw(self, part: str, text: str) -> None:
         name, now_s = f"{self.concurrency} {part}", time.monotonic()
         if self._live and (name != self._part or now_s - self._drawn_s >= 0.2):
-            self._stream.write(f"\r\x1b[2Kagentx  {self.concurrency} trees  {part}: {text}")
+            self._stream.write(f"\r\x1b[2K{self._name}  {self.concurrency} trees  {part}: {text}")
             self._stream.flush()
             self._drawn_s = now_s
         elif not self._live and name != self._part:
-            self._stream.write(f"agentx: {self.concurrency} trees, {part}: {text}\n")
+            self._stream.write(f"{self._name}: {self.concurrency} trees, {part}: {text}\n")
             self._stream.flush()
         self._part = name
 

@@ -17,6 +17,7 @@ from longturn.config import EngineConfig
 from longturn.executor.cpu import CpuModel
 from longturn.executor.native_model import NativeCpuModel
 from longturn.kernels.cpu.build import unavailable_reason
+from longturn.models.formats import main_format, served_formats
 from longturn.models.inspect import FormatSize, inspect_model
 from longturn.models.packed import is_quantised, why_not_packed
 from longturn.prepared import cache_directory
@@ -27,9 +28,6 @@ from longturn.report.schema import ResultError
 from longturn.source import resolve_source
 
 _PATHS = ("model.path", "cache_dir")
-_KEPT_BLOCKS = ("q4_1", "q8_0")
-"""Block formats that packed weights keep as they are; everything else becomes q8_0."""
-_FLOAT_NAMES = {"f32": "fp32", "f16": "fp16"}
 
 
 def make_side(config: EngineConfig, model: CpuModel) -> Side:
@@ -40,20 +38,16 @@ def make_side(config: EngineConfig, model: CpuModel) -> Side:
     """
     source = resolve_source(config.model)
     packed = isinstance(model, NativeCpuModel)
-    weights, cache = "packed" if packed else "fp32", "fp16" if packed else "fp32"
-    automatic = weights
+    automatic, cache = "packed" if packed else "fp32", "fp16" if packed else "fp32"
     if config.model.weights != "auto":
         can = why_not_packed(source) is None and unavailable_reason(cache_directory(config.cache_dir)) is None
         automatic = "packed" if is_quantised(source) and can else "fp32"
-    resolved = {"model.weights": weights, "cache.dtype": cache if config.cache.dtype == "auto" else config.cache.dtype}
     stored = stored_format(inspect_model(config.model).formats)
+    served = served_formats(stored, packed=packed, cache_dtype=config.cache.dtype)
+    resolved = {"model.weights": served.weights, "cache.dtype": served.kv_cache}
     return Side(
-        label=f"{weights} weights of {source.name} ({stored}), {resolved['cache.dtype']} cache",
-        model=Model(
-            name=source.name,
-            quantisation="q8_0" if packed and stored not in _KEPT_BLOCKS else stored,
-            kv_cache=resolved["cache.dtype"],
-        ),
+        label=f"{served.weights} weights of {source.name} ({stored}), {served.kv_cache} cache",
+        model=Model(name=source.name, quantisation=served.quantisation, kv_cache=served.kv_cache),
         settings=_changed_settings(config),
         resolved=resolved,
         automatic={"model.weights": automatic, "cache.dtype": cache},
@@ -63,10 +57,7 @@ def make_side(config: EngineConfig, model: CpuModel) -> Side:
 
 def stored_format(formats: Sequence[FormatSize]) -> str:
     """The name that a checkpoint of several formats goes by: the shortest one that has a tenth of the parameters."""
-    total = sum(size.parameters for size in formats)
-    large = [size for size in formats if 10 * size.parameters >= total]
-    name = min(large, key=lambda size: size.bytes / size.parameters).format
-    return _FLOAT_NAMES.get(name, name)
+    return main_format((size.format, size.parameters, size.bytes) for size in formats)
 
 
 def _changed_settings(config: EngineConfig) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from longturn.errors import ConfigError
 
 if TYPE_CHECKING:
+    from longturn.report.explanation import Explanation
     from longturn.report.point import Point
     from longturn.report.store import Store
 
@@ -17,7 +18,12 @@ STATISTICS = ("mean", "p50", "p75", "p90", "p95", "p99")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", nargs="*", metavar="RESULTS", help="point files, or folders that hold some")
+    parser.add_argument(
+        "results",
+        nargs="*",
+        metavar="RESULTS",
+        help="results of `bench agentx`, `bench replay` and `explain`, or folders",
+    )
     parser.add_argument(
         "--store", metavar="FILE", help="SQLite store: the points given are added, and all it holds are shown"
     )
@@ -44,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not args.results and not args.store:
-        raise ConfigError("nothing to report: name point files, folders or --store FILE")
+        raise ConfigError("nothing to report: name result files, folders or --store FILE")
     if args.select and not args.store:
         raise ConfigError("--select chooses from a store: give --store FILE too")
     for value in args.at or []:
@@ -61,11 +67,12 @@ def run(args: argparse.Namespace) -> int:
     from longturn.report.sweep import write_sweep
 
     points = _points(args)
+    explanations = _explanations(args)
     series = group(points)
     compared = comparison(points, series, args.percentile, args.baseline, args.at)
     if args.serve is not None:
         return _serve(args)
-    write_sweep(points, args.title, Path(args.out), args.baseline)
+    write_sweep(points, args.title, Path(args.out), args.baseline, explanations=explanations)
     if args.json:
         json.dump({**compared, "page": args.out}, sys.stdout, indent=1)
         print()
@@ -83,7 +90,7 @@ def _serve(args: argparse.Namespace) -> int:
     from longturn.report.sweep import render_sweep
 
     def render(stamp: str) -> str:
-        return render_sweep(_points(args), args.title, args.baseline, stamp=stamp)
+        return render_sweep(_points(args), args.title, args.baseline, explanations=_explanations(args), stamp=stamp)
 
     server = live_server(LivePage(render, lambda: _stamp(args)), args.host, args.serve)
     host = f"[{args.host}]" if ":" in args.host else args.host
@@ -117,28 +124,56 @@ def _stamp(args: argparse.Namespace) -> str:
 
 
 def _points(args: argparse.Namespace) -> list[Point]:
-    """The points to show, each once, in the order in which they were named.
+    """The points to show, each once, in the order in which they were named; of a folder replays come last.
 
     Raises:
-        ResultError: a file is no point, or there is nothing to show.
+        ResultError: a file is no result, or there is nothing to show.
     """
+    from longturn.report.explanation import EXPLANATION_KIND
     from longturn.report.point import point_from_json, point_id
     from longturn.report.schema import ResultError
     from longturn.report.store import Store
 
-    files = [(path, _read(path)) for path in _files(args.results)]
+    found = [
+        (path, data) for kind, path in _files(args.results) if kind != EXPLANATION_KIND for data in _point_data(path)
+    ]
     if args.store:
-        with Store(Path(args.store), create=bool(files)) as store:
-            for path, data in files:
+        with Store(Path(args.store), create=bool(found)) as store:
+            for path, data in found:
                 store.add(data, str(path))
             stored = _selected(store, args.select or [])
         if not stored:
             raise ResultError(f"no points: {args.store} holds none that fit")
         return stored
+    if not found:
+        raise ResultError("no points: an explanation is shown beside the points of a page")
     points: dict[str, Point] = {}
-    for path, data in files:
+    for path, data in found:
         points.setdefault(point_id(data), point_from_json(data, str(path)))
     return list(points.values())
+
+
+def _explanations(args: argparse.Namespace) -> list[Explanation]:
+    """Explanations among the files and folders that were named."""
+    from longturn.report.explanation import EXPLANATION_KIND, load_explanation
+
+    return [load_explanation(path) for kind, path in _files(args.results) if kind == EXPLANATION_KIND]
+
+
+def _point_data(path: Path) -> list[bytes]:
+    """JSON of the points in a file: its own bytes, or what a replay's runs are as points.
+
+    Raises:
+        ResultError: it cannot be read, or is a damaged replay; other files are the reader's of points to refuse.
+    """
+    from longturn.cli.replay_points import points_of_result
+    from longturn.report.point import point_to_json
+    from longturn.report.schema import KIND, from_json, kind_of, read_file
+
+    data = read_file(path)
+    if kind_of(data) == KIND:
+        return [point_to_json(point) for point in points_of_result(from_json(data, str(path)))]
+    return [data]
 
 
 def _selected(store: Store, filters: list[str]) -> list[Point]:
@@ -152,33 +187,29 @@ def _selected(store: Store, filters: list[str]) -> list[Point]:
     return [stored.point for stored in store.select(**wanted)]
 
 
-def _files(names: list[str]) -> list[Path]:
-    """Named files, and in named folders every file that says it is a point.
+def _files(names: list[str]) -> list[tuple[str | None, Path]]:
+    """Named files, and in named folders every file that says it is a result: points, then replays and explanations.
+
+    Returns:
+        The kind of each, and the file.
 
     Raises:
-        ResultError: a folder without points, or a path that is not there.
+        ResultError: a folder without results, or a path that is not there.
     """
-    from longturn.report.point import is_point
-    from longturn.report.schema import ResultError
+    from longturn.report.explanation import EXPLANATION_KIND
+    from longturn.report.point import POINT_KIND
+    from longturn.report.schema import KIND, ResultError, kind_of, read_file
 
-    found: list[Path] = []
+    found: list[tuple[str | None, Path]] = []
     for name in names:
         path = Path(name)
         if not path.is_dir():
-            found.append(path)
+            found.append((kind_of(read_file(path)), path))
             continue
-        # A folder holds other JSON too: replay results, traces.
-        inside = [file for file in sorted(path.rglob("*.json")) if is_point(_read(file))]
-        if not inside:
-            raise ResultError(f"{path}: no point file in this folder")
-        found += inside
+        # A folder holds other JSON too: traces, comparisons of quality.
+        inside = [(kind_of(read_file(file)), file) for file in sorted(path.rglob("*.json"))]
+        results = [pair for wanted in (POINT_KIND, KIND, EXPLANATION_KIND) for pair in inside if pair[0] == wanted]
+        if not results:
+            raise ResultError(f"{path}: no result of `bench agentx`, `bench replay` or `explain` in this folder")
+        found += results
     return found
-
-
-def _read(path: Path) -> bytes:
-    from longturn.report.schema import ResultError
-
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ResultError(f"{path}: {error.strerror or error}") from error

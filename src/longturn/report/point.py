@@ -14,7 +14,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from longturn.report.schema import Environment, ResultError, decode_record, encode_record, read_file, write_whole
+from longturn.report.schema import (
+    Environment,
+    ResultError,
+    decode_record,
+    encode_record,
+    kind_of,
+    read_file,
+    write_whole,
+)
 
 POINT_KIND = "longturn-point"
 POINT_VERSION = 1
@@ -211,6 +219,27 @@ class ServerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Share of the pages that running requests hold."""
 
 
+class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A point's figures at one end of its uncertainty."""
+
+    interactivity: Speeds | None
+    total_tokens_per_s: float | None
+    output_tokens_per_s: float | None
+    ttft_ms: Spread | None
+
+
+class Band(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How uncertain a point is that was not measured."""
+
+    relative: float
+    """Half-width of the uncertainty of a step's time."""
+    slow: Bound
+    """What all steps taking that much longer makes of it."""
+    fast: Bound
+    basis: str
+    """Where the half-width comes from."""
+
+
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     configuration: str
     """Name of the curve to which the point belongs."""
@@ -237,12 +266,10 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     environment: Environment | None = None
     timeline: Timeline | None = None
     server: tuple[ServerSample, ...] = ()
+    band: Band | None = None
+    """Of a simulated point."""
     kind: str = POINT_KIND
     version: int = POINT_VERSION
-
-
-class _Header(msgspec.Struct):
-    kind: str | None = None
 
 
 def point_to_json(point: Point) -> bytes:
@@ -283,10 +310,7 @@ def load_point(path: Path) -> Point:
 
 def is_point(data: bytes) -> bool:
     """Whether the data says that it is a point, readable or not by this version."""
-    try:
-        return msgspec.json.decode(data, type=_Header).kind == POINT_KIND
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
+    return kind_of(data) == POINT_KIND
 
 
 def point_id(data: bytes) -> str:
@@ -311,6 +335,16 @@ def _problems(point: Point) -> Iterator[tuple[str, str]]:
     }
     speeds = point.metrics.interactivity
     rates |= {f"metrics.interactivity.{k}": v for k, v in msgspec.structs.asdict(speeds).items()} if speeds else {}
+    band = point.band
+    if band is not None:
+        if not 0 <= band.relative < 1:
+            yield "band.relative", f"must be 0 or more and below 1, not {band.relative}"
+        for end, bound in (("slow", band.slow), ("fast", band.fast)):
+            if bound.interactivity is not None:
+                speeds_of = msgspec.structs.asdict(bound.interactivity)
+                rates |= {f"band.{end}.interactivity.{k}": v for k, v in speeds_of.items()}
+            rates[f"band.{end}.total_tokens_per_s"] = bound.total_tokens_per_s
+            rates[f"band.{end}.output_tokens_per_s"] = bound.output_tokens_per_s
     for place, value in rates.items():
         if value is not None and not (math.isfinite(value) and value >= 0):
             yield place, f"must be 0 or more, not {value}"

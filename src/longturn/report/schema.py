@@ -133,6 +133,14 @@ class _Header(msgspec.Struct):
     version: int | None = None
 
 
+def kind_of(data: bytes) -> str | None:
+    """The kind of result file that the data says it is, readable or not by this version; None if it is no result."""
+    try:
+        return msgspec.json.decode(data, type=_Header).kind
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
 def encode_record(record: msgspec.Struct) -> bytes:
     """Indented UTF-8 JSON, the same bytes for the same record."""
     return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"

@@ -34,6 +34,16 @@
     });
     return marks;
   }
+  // Both ends of a simulated point's uncertainty on the chosen axes; null where there is none.
+  function ends(mark) {
+    const p = points[mark.i];
+    if (!p.band) return null;
+    const found = [p.band.slow, p.band.fast].map((bound) => {
+      const other = { ...p, metrics: { ...p.metrics, ...bound } };
+      return [state.x.of(other, state.statistic), state.y.of(other)];
+    });
+    return found.every(([x, y]) => x > 0 && y > 0) && found.some(([x, y]) => x !== mark.x || y !== mark.y) ? found : null;
+  }
   function curve(marks, s) {
     const mine = marks.filter((m) => m.s === s && m.front).map((m) => [m.x, m.y]).sort((a, b) => a[0] - b[0]);
     return mine.length ? Curves.steffen(mine) : null;
@@ -120,6 +130,8 @@
       group.setAttribute("aria-label", describe(mark).map((l) => l.join(" ")).join(", "));
       group.setAttribute("aria-pressed", String(Boolean(chosen)));
       const [px, py] = [lx(mark.x), ly(mark.y)];
+      const band = ends(mark);
+      if (band) node("path", { class: "band", d: "M" + band.map(([x, y]) => `${lx(x).toFixed(2)},${ly(y).toFixed(2)}`).join("L"), stroke: color(mark.s) }, group);
       if (chosen) node("circle", { class: "ring", cx: px, cy: py, r: 11, stroke: color(mark.s) }, group);
       marker(shape(mark.s), px, py, 5.2, mark.valid ? { fill: color(mark.s), class: "dot" } : { fill: "var(--panel)", stroke: color(mark.s), "stroke-width": 1.6 }, group);
       if (!mark.valid) node("path", { d: `M${px - 2.4},${py - 2.4}l4.8,4.8m0,-4.8l-4.8,4.8`, stroke: color(mark.s), "stroke-width": 1.4 }, group);
@@ -152,6 +164,9 @@
     if (p.metrics.hit_rate !== null) lines.push(["Cache hits", percent(p.metrics.hit_rate)]);
     if (p.metrics.errors) lines.push(["Errors", `${p.metrics.errors} of ${p.metrics.requests}`]);
     if (p.source !== "measured") lines.push(["Source", p.source]);
+    if (p.band && p.band.slow.interactivity && p.band.fast.interactivity) {
+      lines.push(["Uncertainty", `±${Math.round(100 * p.band.relative)} % of a step's time: ${rate(p.band.slow.interactivity[state.statistic])} to ${rate(p.band.fast.interactivity[state.statistic])} tok/s`]);
+    }
     if (!mark.valid) lines.push(["Invalid", p.validity.reasons.join("; ")]);
     return lines;
   }

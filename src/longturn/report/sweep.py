@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from longturn.report.explanation import Explanation
+from longturn.report.explanation_page import explanation_section
 from longturn.report.page import DASH, count_text, percent_text, rate_text, seconds_text
 from longturn.report.point import Measured, Point, Quality, Spread
 from longturn.report.schema import ResultError, write_whole
@@ -20,14 +22,24 @@ from longturn.report.series import Series, differences, group
 
 SCRIPTS = ("curves.js", "drawing.js", "figures.js", "tables.js", "tails.js", "timeline.js", "exports.js", "sweep.js")
 
+STYLES = ("page.css", "sweep.css", "explanation.css")
 
-def render_sweep(points: Sequence[Point], title: str, baseline: str | None = None, *, stamp: str | None = None) -> str:
+
+def render_sweep(
+    points: Sequence[Point],
+    title: str,
+    baseline: str | None = None,
+    *,
+    explanations: Sequence[Explanation] = (),
+    stamp: str | None = None,
+) -> str:
     """The page as HTML.
 
     Args:
         points: at least one.
         title: heading of the page.
         baseline: the configuration to compare with; the first one if None.
+        explanations: of ratios, each a section.
         stamp: state of the results, for a served page that asks for changes; None for a file, which asks nothing.
 
     Raises:
@@ -48,7 +60,8 @@ def render_sweep(points: Sequence[Point], title: str, baseline: str | None = Non
         "NOTICE": _notices(points),
         "POINTS": points_table(points, series),
         "CONDITIONS": _conditions(points, series),
-        "STYLE": _asset("page.css") + _asset("sweep.css"),
+        "EXPLANATIONS": "".join(map(explanation_section, explanations)),
+        "STYLE": "".join(map(_asset, STYLES if explanations else STYLES[:2])),
         "SCRIPT": "".join(map(_asset, SCRIPTS if stamp is None else (*SCRIPTS, "live.js"))),
         "CONNECT": "" if stamp is None else "; connect-src 'self'",
         "STAMP": "" if stamp is None else f' data-stamp="{escape(stamp)}"',
@@ -58,13 +71,20 @@ def render_sweep(points: Sequence[Point], title: str, baseline: str | None = Non
     return "".join(piece if index % 2 == 0 else parts[piece] for index, piece in enumerate(pieces))
 
 
-def write_sweep(points: Sequence[Point], title: str, path: Path, baseline: str | None = None) -> None:
+def write_sweep(
+    points: Sequence[Point],
+    title: str,
+    path: Path,
+    baseline: str | None = None,
+    *,
+    explanations: Sequence[Explanation] = (),
+) -> None:
     """Write the page, whole or not at all.
 
     Raises:
         ResultError: as `render_sweep`, or the folder cannot be written.
     """
-    write_whole(path, render_sweep(points, title, baseline).encode())
+    write_whole(path, render_sweep(points, title, baseline, explanations=explanations).encode())
 
 
 def _asset(name: str) -> str:
@@ -151,7 +171,9 @@ def _point_row(index: int, point: Point, number: int) -> str:
     cells += f'<td class="left standing">{badges(point)}</td></tr>'
     reasons = "; ".join(point.validity.reasons)
     return cells + (
-        f'<tr class="why" data-series="{number}"><td colspan="14">{escape(reasons)}</td></tr>' if reasons else ""
+        f'<tr class="why" data-series="{number}"><td colspan="14"><span>{escape(reasons)}</span></td></tr>'
+        if reasons
+        else ""
     )
 
 
@@ -193,7 +215,8 @@ def badges(point: Point) -> str:
     """Validity, source and mode in short words."""
     words = [] if point.validity.valid else [("bad", "invalid")]
     if point.source != "measured":
-        words.append(("note", point.source))
+        band = f" ±{point.band.relative:.0%}" if point.band is not None else ""
+        words.append(("note", f"{point.source}{band}"))
     elif point.validity.valid:
         words.append(("good", "valid"))
     if point.speculation.mode == "synthetic":

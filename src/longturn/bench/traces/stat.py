@@ -1,9 +1,4 @@
-"""What is in a trace, as pure functions over session trees.
-
-The theoretical hit rate is that of a cache which forgets nothing: requests in recorded order, each hitting the blocks
-at its prompt's start that an earlier request of its namespace had. `blocks` counts hashed blocks over hashed blocks,
-as the field does; `tokens` counts cached tokens over all input tokens, which is what a server reports.
-"""
+"""What is in a trace, as pure functions over session trees."""
 
 from __future__ import annotations
 
@@ -11,30 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from longturn.bench.hit_rate import HitRate, hit_rate
 from longturn.bench.metrics import Distribution, distribution
-from longturn.bench.traces.blocks import NO_BLOCKS
 from longturn.bench.traces.timeline import agent_spans, alive_over_time, levels, request_spans
-from longturn.bench.traces.tree import SessionTree, TraceRequest
-
-
-@dataclass(frozen=True, slots=True)
-class HitRate:
-    """Of an unbounded prefix cache."""
-
-    hit_blocks: int
-    blocks: int
-    cached_tokens: int
-    input_tokens: int
-
-    @property
-    def by_blocks(self) -> float | None:
-        """Hit blocks over hashed blocks; None if nothing is hashed."""
-        return self.hit_blocks / self.blocks if self.blocks else None
-
-    @property
-    def by_tokens(self) -> float:
-        """Cached tokens over input tokens."""
-        return self.cached_tokens / self.input_tokens
+from longturn.bench.traces.tree import SessionTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +64,7 @@ class TraceStat:
     """Pauses before requests, those that start a session left out; None if there are none."""
     span_s: Distribution
     hit: HitRate
+    """Of one cache for all; sessions of one namespace share blocks, in order of arrival."""
     agents_alive: tuple[Level, ...]
     """Within sessions, summed over them: time with 0, 1, 2, ... agents alive."""
     requests_alive: tuple[Level, ...]
@@ -100,30 +76,6 @@ def _spread(values: Sequence[float]) -> Distribution:
     if found is None:
         raise ValueError("a trace without requests has no distributions")
     return found
-
-
-def hit_rate(trees: Sequence[SessionTree]) -> HitRate:
-    """Hit rate of an unbounded cache; trees of one namespace share it, in order of arrival."""
-    seen: dict[str, set[int]] = {}
-    hit_blocks = blocks = cached = tokens = 0
-    for tree, request in _timeline(trees):
-        known = seen.setdefault(tree.namespace, set())
-        depth, new, node = tree.trie.depth(request.node), 0, request.node
-        while node != NO_BLOCKS and node not in known:  # what is before a known block is known
-            known.add(node)
-            node = tree.trie.parent(node)
-            new += 1
-        hit_blocks += depth - new
-        blocks += depth
-        # A last block may be partial, so cached tokens end at the prompt's end at the latest.
-        cached += min((depth - new) * tree.block_tokens, request.input_tokens)
-        tokens += request.input_tokens
-    return HitRate(hit_blocks, blocks, cached, tokens)
-
-
-def _timeline(trees: Sequence[SessionTree]) -> list[tuple[SessionTree, TraceRequest]]:
-    pairs = [(tree, request) for tree in trees for request in tree.in_time_order()]
-    return sorted(pairs, key=lambda pair: pair[0].arrival_s + pair[1].start_s)
 
 
 def session_stat(tree: SessionTree) -> SessionStat:

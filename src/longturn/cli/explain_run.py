@@ -1,0 +1,82 @@
+"""One run of an explanation: a server with one configuration, a load against it, one point."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from longturn.cli.local_server import local_server
+from longturn.cli.replay_points import points_of_result
+from longturn.cli.version import longturn_version
+from longturn.config import EngineConfig
+from longturn.errors import ConfigError, LongturnError
+from longturn.report.point import Engine, Point, load_point
+from longturn.report.schema import load_result
+
+LOADS = ("agentx", "replay")
+WALL = "explain.wall_s"
+"""Flag of a point: seconds that its run took with the server's start and end."""
+_OWN = ("--url", "--out", "--json", "--model", "--api-key", "--inproc")
+
+
+class RunError(LongturnError):
+    """A run of an explanation gave no point that can be compared."""
+
+
+def check_load(words: list[str]) -> None:
+    """Raises ConfigError unless the load is a verb of `longturn bench` that gives one point, less what is set here."""
+    if not words or words[0] not in LOADS:
+        raise ConfigError(f"--load starts with {' or '.join(LOADS)}, not '{words[0] if words else ''}'")
+    for word in words[1:]:
+        if word.partition("=")[0] in _OWN:
+            raise ConfigError(f"--load: {word.partition('=')[0]} is set by explain")
+
+
+def measure(
+    config: EngineConfig, load: list[str], label: str, flags: dict[str, str], tick: Callable[[], None]
+) -> Point:
+    """Start a server, put the load on it, stop it.
+
+    Args:
+        config: of the server.
+        load: a verb of `longturn bench` and its options.
+        label: name of the point's curve.
+        flags: of the point.
+        tick: called several times a second while the server starts.
+
+    Raises:
+        RunError: the load failed, or gave another number of points than one.
+        KeyboardInterrupt: it was interrupted; a partial run is thrown away.
+    """
+    from longturn.cli.main import INTERRUPTED, main
+
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="longturn-explain-") as scratch:
+        folder = Path(scratch) / "run"
+        with local_server(config, on_wait=tick) as url:
+            command = ["bench", load[0], "--url", url, *load[1:], "--out", str(folder)]
+            command += ["--api-key", config.server.api_keys[0]] if config.server.api_keys else []
+            with contextlib.redirect_stdout(io.StringIO()):
+                code = main(command)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if code:
+            raise RunError(f"{label}: `longturn bench {' '.join(load)}` ended with exit code {code}")
+        points = _points(folder, load[0])
+    if len(points) != 1:
+        raise RunError(f"--load gives {len(points)} points, and an explanation needs one: name one concurrency")
+    flags = {**points[0].flags, **flags, WALL: f"{time.monotonic() - start_s:.1f}"}
+    engine = Engine(name="longturn", version=longturn_version())
+    return msgspec.structs.replace(points[0], configuration=label, engine=engine, flags=flags)
+
+
+def _points(folder: Path, verb: str) -> list[Point]:
+    if verb == "replay":
+        return points_of_result(load_result(folder / "result.json"))
+    return [load_point(path) for path in sorted(folder.glob("agentx-*.json"))]
