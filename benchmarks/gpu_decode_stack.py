@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from longturn.kernels.moe_few import MoePlan, MoeScratch, moe_few_tokens
-from longturn.kernels.moe_one import MoeOnePlan, moe_one_token
+from longturn.kernels.moe_one import MoeOnePlan, moe_one_token, pays_at_one_token
 from longturn.kernels.msa_decode import msa_decode
 from longturn.kernels.msa_plan import DecodeRows, MsaNorms, MsaPlan, MsaScratch, MsaShape
+from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed, random_packed
 from longturn.kernels.pages import PageLayout
 from longturn.kernels.small_linear import LinearPlan, small_linear
 from longturn.kernels.step_edges import begin_step, greedy_step
@@ -51,32 +52,48 @@ PRESETS = {
 }
 
 
-def floor_ms(p: Preset, rows: int, context: int) -> float:
-    """Bytes one step must read, at the streaming bandwidth: uniform routing, bf16 weights, cache and index key."""
+@dataclass(frozen=True)
+class Formats:
+    """Of routed experts, and of projections, dense and shared MLPs; the head stays bf16 and the router fp32."""
+
+    experts: WeightFormat = WeightFormat.PLAIN
+    others: WeightFormat = WeightFormat.PLAIN
+
+
+VALUE_BYTES = {WeightFormat.PLAIN: 2.0, WeightFormat.MXFP8: 1 + 1 / 32, WeightFormat.NVFP4: 0.5 + 1 / 16}
+
+
+def floor_ms(p: Preset, rows: int, context: int, formats: Formats | None = None) -> float:
+    """Bytes one step must read, at the streaming bandwidth: uniform routing, cache and index key in bf16."""
+    formats = formats or Formats()
     distinct = EXPERTS * (1 - (1 - TOP_EXPERTS / EXPERTS) ** rows)
     moe_layers = p.layers - 1
-    weights = p.layers * (p.projected + p.q_heads * HEAD_DIM) * p.hidden + VOCAB * p.hidden + 3 * p.hidden * p.dense
-    weights += moe_layers * ((distinct + 1) * 3 * p.hidden * p.inter + 2 * EXPERTS * p.hidden)
+    expert_values = 3 * p.hidden * p.inter
+    others = p.layers * (p.projected + p.q_heads * HEAD_DIM) * p.hidden + 3 * p.hidden * p.dense
+    others += moe_layers * expert_values
+    weights = VALUE_BYTES[formats.others] * others + 2 * VOCAB * p.hidden
+    weights += moe_layers * (VALUE_BYTES[formats.experts] * distinct * expert_values + 4 * EXPERTS * p.hidden)
     blocks = min(16, context // 128 + 1)
     cache = p.layers * rows * (context * HEAD_DIM + blocks * 128 * p.kv_heads * 2 * HEAD_DIM)
-    return 2 * (weights + cache) / STREAM_BYTES_PER_S * 1e3
+    return (weights + 2 * cache) / STREAM_BYTES_PER_S * 1e3
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer; a dense layer has `w13` and `w2` of one expert, which are the shared ones."""
+    """Weights of one layer; a dense layer has `w13` and `w2` of one expert, which are the shared ones (not stacked if
+    quantised: decode kernels do not read them)."""
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor | PackedWeight
     heads: MsaNorms
-    o: Tensor
+    o: Tensor | PackedWeight
     post_norm: Tensor
     router: Tensor
     bias: Tensor
-    w13: Tensor
-    w2: Tensor
-    shared_w13: Tensor
-    shared_w2: Tensor
+    w13: Tensor | PackedWeight
+    w2: Tensor | PackedWeight
+    shared_w13: Tensor | PackedWeight
+    shared_w2: Tensor | PackedWeight
     top: int
 
 
@@ -91,7 +108,9 @@ class Tuning:
     head: LinearPlan = field(default_factory=LinearPlan)
     moe_one: MoeOnePlan | None = None
     msa: MsaPlan | None = None
-    moe: MoePlan = field(default_factory=MoePlan)
+    moe: MoePlan | None = None
+    few_at_one: bool | None = None
+    """Whether one token takes the experts' kernels for several; None leaves it to the weights' format."""
     parts: frozenset[str] = frozenset({"qkv", "msa", "o", "moe", "head"})
 
     def uses_pdl(self, part: str) -> bool:
@@ -102,24 +121,32 @@ def random_weight(*shape: int, scale: float, device: str) -> Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16, device=device).normal_(0.0, scale)
 
 
-def random_layer(p: Preset, dense: bool, device: str = "cuda") -> Layer:
+def random_layer(p: Preset, dense: bool, device: str = "cuda", formats: Formats | None = None) -> Layer:
     """Weights whose products keep unit size; the router's logits spread enough that routing is near uniform."""
+    formats = formats or Formats()
     h, i = p.hidden, p.dense if dense else p.inter
     attention = p.q_heads * HEAD_DIM
 
     def norm(n: int) -> Tensor:
         return random_weight(n, scale=0.1, device=device)
 
+    def matrix(form: WeightFormat, *shape: int, scale: float) -> Tensor | PackedWeight:
+        made = random_packed(form, *shape, scale=scale, device=device)
+        return made.words if form is WeightFormat.PLAIN else made
+
+    def as_stack(weight: Tensor | PackedWeight) -> Tensor | PackedWeight:
+        return weight[None] if isinstance(weight, Tensor) else weight
+
     router = torch.randn(EXPERTS, h, device=device) * h**-0.5
-    s13 = random_weight(2 * i, h, scale=h**-0.5, device=device)
-    s2 = random_weight(h, i, scale=0.3 * i**-0.5, device=device)
+    s13 = matrix(formats.others, 2 * i, h, scale=h**-0.5)
+    s2 = matrix(formats.others, h, i, scale=0.3 * i**-0.5)
     return Layer(
-        norm(h), random_weight(p.projected, h, scale=h**-0.5, device=device),
+        norm(h), matrix(formats.others, p.projected, h, scale=h**-0.5),
         MsaNorms(*(norm(HEAD_DIM) for _ in range(4))),
-        random_weight(h, attention, scale=0.3 * attention**-0.5, device=device), norm(h),
+        matrix(formats.others, h, attention, scale=0.3 * attention**-0.5), norm(h),
         router, torch.randn(EXPERTS, device=device) * 0.01,
-        s13[None] if dense else random_weight(EXPERTS, 2 * i, h, scale=h**-0.5, device=device),
-        s2[None] if dense else random_weight(EXPERTS, h, i, scale=0.3 * i**-0.5, device=device),
+        as_stack(s13) if dense else matrix(formats.experts, EXPERTS, 2 * i, h, scale=h**-0.5),
+        as_stack(s2) if dense else matrix(formats.experts, EXPERTS, h, i, scale=0.3 * i**-0.5),
         s13, s2, 0 if dense else TOP_EXPERTS,
     )  # fmt: skip
 
@@ -134,8 +161,8 @@ class Model:
     inv_freq: Tensor
 
     @staticmethod
-    def random(p: Preset, device: str = "cuda") -> Model:
-        layers = tuple(random_layer(p, n == 0, device) for n in range(p.layers))
+    def random(p: Preset, device: str = "cuda", formats: Formats | None = None) -> Model:
+        layers = tuple(random_layer(p, n == 0, device, formats) for n in range(p.layers))
         inv_freq = 5e6 ** (-torch.arange(0, ROTARY_DIM, 2, dtype=torch.float32, device=device) / ROTARY_DIM)
         return Model(
             p, random_weight(VOCAB, p.hidden, scale=1.0, device=device), layers,
@@ -224,7 +251,8 @@ class DecodeStack:
             small_linear(self.attention, layer.o, self.x, residual=self.x, plan=t.o, pdl=t.uses_pdl("o"))
         if "moe" in t.parts:
             ffn = (layer.post_norm, layer.router, layer.bias, layer.w13, layer.w2, layer.shared_w13, layer.shared_w2)
-            if self.x.shape[0] == 1:
+            few = not pays_at_one_token(layer.w13) if t.few_at_one is None else t.few_at_one
+            if self.x.shape[0] == 1 and not few:
                 moe_one_token(
                     self.x, *ffn, self.expert_logits, self.hidden, top_experts=layer.top, scaling_factor=SCALING,
                     plan=t.moe_one, pdl=t.uses_pdl("moe"),
@@ -276,6 +304,21 @@ def rotated(heads: Tensor, angle: Tensor) -> Tensor:
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), heads[:, 2 * half :]), 1)
 
 
+@dataclass(frozen=True)
+class _Dequantised:
+    """Stacked experts as the reference indexes them, one in fp32 at a time."""
+
+    weight: PackedWeight
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return self.weight[expert].dequantised()
+
+
+def dense(weight: Tensor | PackedWeight) -> Tensor:
+    """A matrix in fp32."""
+    return as_packed(weight).dequantised()
+
+
 def reference_step(stack: DecodeStack) -> tuple[Tensor, Tensor]:
     """Logits of the step in fp32 from a copy of the cache, and each row's narrowest margin between the last expert
     chosen and the first not chosen: a row with a near tie may rightly go the other way. Rows at -1 give NaN and margin
@@ -302,7 +345,7 @@ def reference_step(stack: DecodeStack) -> tuple[Tensor, Tensor]:
         pages = stack.rows.page_table[r, : position // 128 + 1]
         x = m.embedding[stack.tokens[r].long()].float()[None]
         for n, layer in enumerate(m.layers):
-            projected = gemma_rms_norm(x, layer.input_norm, 1e-6) @ layer.qkv.float().T
+            projected = gemma_rms_norm(x, layer.input_norm, 1e-6) @ dense(layer.qkv).T
             q, k, v, iq, ik = projected.view(-1, HEAD_DIM).split((p.q_heads, kv, kv, kv, 1))
             norms = (layer.heads.query, layer.heads.key, layer.heads.index_query, layer.heads.index_key)
             q, k, iq, ik = (
@@ -319,15 +362,16 @@ def reference_step(stack: DecodeStack) -> tuple[Tensor, Tensor]:
             keys, values, index = (gather_pages(lane, pages) for lane in lanes)
             scores = index_block_scores(iq, index[:, 0], at)
             attended = sparse_attention(q, keys, values, at, select_blocks(scores, at, 16), HEAD_DIM**-0.5)
-            x = rounded(x + rounded(attended.flatten()[None]) @ layer.o.float().T)
+            x = rounded(x + rounded(attended.flatten()[None]) @ dense(layer.o).T)
             y = gemma_rms_norm(x, layer.post_norm, 1e-6)
             if layer.top:
                 order = (torch.sigmoid(y @ layer.router.T) + layer.bias).sort(descending=True).values[0]
                 margin[r] = torch.minimum(margin[r], order[layer.top - 1] - order[layer.top])
                 routing = route(y, layer.router, layer.bias, layer.top, SCALING)
-                x = rounded(x + moe(y, routing, layer.w13, layer.w2, layer.shared_w13, layer.shared_w2, form))
+                w13, w2 = _Dequantised(as_packed(layer.w13)), _Dequantised(as_packed(layer.w2))
+                x = rounded(x + moe(y, routing, w13, w2, dense(layer.shared_w13), dense(layer.shared_w2), form))
             else:
-                x = rounded(x + expert(y, layer.shared_w13, layer.shared_w2, form))
+                x = rounded(x + expert(y, dense(layer.shared_w13), dense(layer.shared_w2), form))
         out[r] = (gemma_rms_norm(x, m.final_norm, 1e-6) @ m.head.float().T)[0]
     return out, margin
 

@@ -14,7 +14,17 @@ from dataclasses import replace
 
 import torch
 
-from gpu_decode_stack import PRESETS, DecodeStack, Model, Tuning, floor_ms, random_cache, reference_step, shortened
+from gpu_decode_stack import (
+    PRESETS,
+    DecodeStack,
+    Formats,
+    Model,
+    Tuning,
+    floor_ms,
+    random_cache,
+    reference_step,
+    shortened,
+)
 from gpu_launch_order import launch_order
 from longturn.kernels.moe_few import MoePlan
 from longturn.kernels.moe_one import MoeOnePlan
@@ -33,14 +43,21 @@ def pages_for(rows: int, context: int) -> int:
     return rows * (context // 128 + 1) + 1
 
 
-def check(name: str, pdl: bool) -> list[str]:
+CHECKED_CONTEXTS = [[0], [127], [128], [2047], [2048], [9000], [0, 129, 2049, 5000], [1, -1] * 8, [777, 6000] * 16]
+
+
+def check(
+    name: str, pdl: bool, formats: Formats | None = None, tuning: Tuning | None = None,
+    all_contexts: list[list[int]] | None = None,
+) -> list[str]:  # fmt: skip
     """Logits of three layers against fp32 over awkward lengths, poisoned buffers, eager and replayed."""
     preset = shortened(PRESETS[name], 3)
-    model = Model.random(preset)
+    model = Model.random(preset, formats=formats)
+    tuning = replace(tuning or Tuning(), pdl=pdl)
     lines = []
-    for contexts in ([0], [127], [128], [2047], [2048], [9000], [0, 129, 2049, 5000], [1, -1] * 8, [777, 6000] * 16):
+    for contexts in all_contexts or CHECKED_CONTEXTS:
         blocks = max(contexts) // 128 + 1
-        stack = DecodeStack(model, random_cache(preset, len(contexts) * blocks + 1), contexts, Tuning(pdl=pdl))
+        stack = DecodeStack(model, random_cache(preset, len(contexts) * blocks + 1), contexts, tuning)
         expected, margin = reference_step(stack)
         start_tokens = stack.tokens.clone()
         stack.launch(finish=False)

@@ -14,7 +14,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
     pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4", allow_module_level=True)
 
-from longturn.kernels.cache_write import queries_and_cache
 from longturn.kernels.msa_decode import msa_decode
 from longturn.kernels.msa_plan import DecodeRows, MsaNorms, MsaPlan, MsaScratch, MsaShape
 from longturn.kernels.pages import PageLayout
@@ -117,36 +116,8 @@ def test_msa_decode_is_the_reference(positions: list[int], plan: MsaPlan) -> Non
     torch.testing.assert_close(cache, expected_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_queries_and_cache() -> None:
-    gen = torch.Generator().manual_seed(9)
-    positions = torch.tensor([0, 127, -1, 300], dtype=torch.int32)
-    pages = torch.tensor([3, 1, 0, 2], dtype=torch.int32)
-    d, kv = LAYOUT.head_dim, LAYOUT.kv_heads
-    norms = tuple(torch.randn(d, generator=gen) * 0.2 for _ in range(4))
-    projected = torch.randn(4, (Q_HEADS + 3 * kv + 1) * d, generator=gen)
-    cache = torch.randn(5, LAYOUT.page_stride, generator=gen)
-    expected_cache = cache.clone()
-    cos, sin = expand(positions, d)
-    query, index_query = torch.full((4, Q_HEADS, d), 7.0), torch.full((4, kv, d), 7.0)
-    expected, expected_index = query.clone(), index_query.clone()
-    for r, position in enumerate(positions.tolist()):
-        if position >= 0:
-            q, k, v, iq, ik = projected[r].view(-1, d).split((Q_HEADS, kv, kv, kv, 1))
-            key, value, index = lanes(expected_cache)
-            page, slot = int(pages[r]), position % 128
-            key[page, :, slot], value[page, :, slot] = head(k, norms[1], position), v
-            index[page, :, slot] = head(ik, norms[3], position)
-            expected[r], expected_index[r] = head(q, norms[0], position), head(iq, norms[2], position)
-    queries_and_cache(
-        projected, positions, pages, cos, sin, norms, query, index_query, cache, LAYER, LAYOUT, rotary_dim=16, eps=EPS
-    )
-    torch.testing.assert_close(query, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(index_query, expected_index, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(cache, expected_cache, rtol=1e-5, atol=1e-5)
-
-
 def test_selection_takes_every_block_once_when_scores_tie() -> None:
-    from longturn.kernels.msa_decode import _select
+    from longturn.kernels.msa_decode_choose import _select
 
     scores = torch.zeros(1, 2, 24)
     scores[0, 1, 5:9] = float("nan")

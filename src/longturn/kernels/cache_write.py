@@ -16,6 +16,8 @@ from torch import Tensor
 
 from longturn.kernels.dependent import FRESH, launch_options, wait_then_release
 from longturn.kernels.head_norm import norm_rope_heads
+from longturn.kernels.many_tokens import ManyTokens
+from longturn.kernels.msa_plan import MsaNorms
 from longturn.kernels.pages import PageLayout
 
 
@@ -44,8 +46,8 @@ def write_token(
 
 @triton.jit
 def _queries_and_cache(
-    projected, positions, pages, cos, sin, query_norm, key_norm, index_query_norm, index_key_norm, query, index_query,
-    cache, page_stride, key_lane, value_lane, index_lane, eps,
+    projected, positions, rows, page_table, table_stride, cos, sin, query_norm, key_norm, index_query_norm,
+    index_key_norm, query, index_query, cache, page_stride, key_lane, value_lane, index_lane, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +72,8 @@ def _queries_and_cache(
     to = index_query + (row.to(tl.int64) * KV_HEADS + kv_head) * D + d[None, :]
     tl.store(to, index.to(index_query.dtype.element_ty))
     if kv_head == 0:
-        page = tl.load(pages + row, cache_modifier=FRESH).to(tl.int64) * page_stride
+        table = page_table + tl.load(rows + row, cache_modifier=FRESH).to(tl.int64) * table_stride
+        page = tl.load(table + position // PAGE, cache_modifier=FRESH).to(tl.int64) * page_stride
         write_token(
             projected, row, key_norm, index_key_norm, cos_row, sin_row, cache, page, position % PAGE,
             key_lane, value_lane, index_lane, eps, Q_HEADS, KV_HEADS, D, PAGE, HALF,
@@ -78,22 +81,21 @@ def _queries_and_cache(
 
 
 def queries_and_cache(
-    projected: Tensor, positions: Tensor, pages: Tensor, cos: Tensor, sin: Tensor,
-    norms: tuple[Tensor, Tensor, Tensor, Tensor], query: Tensor, index_query: Tensor, cache: Tensor,
+    projected: Tensor, step: ManyTokens, norms: MsaNorms, query: Tensor, index_query: Tensor, cache: Tensor,
     layer: int, layout: PageLayout, *, rotary_dim: int, eps: float = 1e-6, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Normalised, rotated queries of T tokens into `query` [T, q_heads, d] and `index_query` [T, kv_heads, d]; their
-    K, V and index key to slot positions % 128 of their pages.
+    K, V and index key to slot positions % 128 of their pages. Nothing is written for padding.
 
-    projected [T, (q_heads + 3 kv_heads + 1) d] is the raw q | k | v | index_q | index_k projection; positions int32
-    [T], -1 for padding (nothing is written); pages int32 [T], the page of each token's position; cos, sin fp32 [T, d],
-    see `norm_rope_heads`; norms are the raw Gemma weights [d] of query, key, index query and index key.
+    projected [T, (q_heads + 3 kv_heads + 1) d] is the raw q | k | v | index_q | index_k projection.
     """
     tokens, q_heads, head_dim = query.shape
     kv = layout.kv_heads
     lanes = (layout.key_offset(layer), layout.value_offset(layer), layout.index_offset(layer))
     _queries_and_cache[(tokens, kv)](
-        projected, positions, pages, cos, sin, *norms, query, index_query, cache, layout.page_stride, *lanes, eps,
+        projected, step.positions, step.rows, step.page_table, step.page_table.stride(0), step.cos, step.sin,
+        norms.query, norms.key, norms.index_query, norms.index_key, query, index_query, cache, layout.page_stride,
+        *lanes, eps,
         Q_HEADS=q_heads, KV_HEADS=kv, GROUP=q_heads // kv, D=head_dim, PAGE=layout.page_tokens, HALF=rotary_dim // 2,
         num_warps=4, PDL=pdl, **launch_options(pdl),
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Mixture of experts for 2 to 64 tokens: five launches, nothing permuted, every chosen expert's weights read once.
+"""Mixture of experts for 2 to 64 tokens (quantised weights: from 1): five launches, nothing permuted, every chosen
+expert's weights read once.
 
     logits          `small_linear`, exact choose          top experts and their shares of each token, and the
     normalised token experts_in      a program is (pair of token and choice, tile of rows); the first pair of each
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from longturn.kernels.dependent import FRESH, launch_options, wait_then_release
 from longturn.kernels.moe_one import expert_choice, swiglu_oai
-from longturn.kernels.small_linear import largest_power_of_two, small_linear
+from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
+from longturn.kernels.small_linear import largest_power_of_two, rows_dot, small_linear
 
 TOKEN_TILE = 16
 """Tokens of one tensor-core tile; an expert that more tokens chose takes several, its weights then from L2."""
@@ -82,94 +84,120 @@ def _pick(match, rank, want, SPAN: tl.constexpr):
 
 @triton.jit
 def _in_tile(
-    normed, gate_at, up_at, hidden, token, to, ok, row, inter,
+    normed, words, scales, row_scales, expert, hidden, token, to, ok, row, inter,
     K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, BLOCK_K)
-    gate = tl.zeros([TILE, ROWS], dtype=tl.float32)
-    up = tl.zeros([TILE, ROWS], dtype=tl.float32)
-    x_at = normed + token[:, None].to(tl.int64) * K + column[None, :]
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        value = tl.load(x_at + k, mask=ok[:, None], other=0.0)
-        gate = tl.dot(value, tl.trans(tl.load(gate_at + k)), gate, input_precision="ieee")
-        up = tl.dot(value, tl.trans(tl.load(up_at + k)), up, input_precision="ieee")
-    result = swiglu_oai(gate, up, ALPHA, BETA, LIMIT)
-    at = to[:, None].to(tl.int64) * inter + row[None, :]
-    tl.store(hidden + at, result.to(hidden.dtype.element_ty), mask=ok[:, None])
+    """The activations of rows `row`.. of one expert (int64) for one tile of tokens, into rows `to` of `hidden`."""
+    if PARTS == 1:
+        of = row + tl.arange(0, ROWS)
+        column = tl.arange(0, BLOCK_K)
+        gate_at = words + (expert * 2 * inter + of)[:, None] * K + column[None, :]
+        up_at = gate_at + inter.to(tl.int64) * K
+        x_at = normed + token[:, None].to(tl.int64) * K + column[None, :]
+        gate = tl.zeros([TILE, ROWS], dtype=tl.float32)
+        up = tl.zeros([TILE, ROWS], dtype=tl.float32)
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            value = tl.load(x_at + k, mask=ok[:, None], other=0.0)
+            gate = tl.dot(value, tl.trans(tl.load(gate_at + k)), gate, input_precision="ieee")
+            up = tl.dot(value, tl.trans(tl.load(up_at + k)), up, input_precision="ieee")
+        result = swiglu_oai(gate, up, ALPHA, BETA, LIMIT)
+        at = to[:, None].to(tl.int64) * inter + of[None, :]
+        tl.store(hidden + at, result.to(hidden.dtype.element_ty), mask=ok[:, None])
+    else:
+        # Gate and up rows are one tile, as high as the tensor cores want it.
+        both = tl.arange(0, 2 * ROWS)
+        of = expert * 2 * inter + row + both % ROWS + (both // ROWS) * inter
+        total = rows_dot(
+            words, scales, row_scales, of, both >= 0, normed, token.to(tl.int64), ok, K, BLOCK_K, STAGES, PARTS, ASM
+        )
+        gate, up = tl.split(tl.permute(tl.reshape(total, [2, ROWS, TILE]), [1, 2, 0]))
+        result = swiglu_oai(gate, up, ALPHA, BETA, LIMIT)
+        at = to[None, :].to(tl.int64) * inter + (row + tl.arange(0, ROWS))[:, None]
+        tl.store(hidden + at, result.to(hidden.dtype.element_ty), mask=ok[None, :])
 
 
 @triton.jit
 def _experts_in(
-    normed, experts, w13, shared_w13, hidden, tokens, inter,
+    normed, experts, words, scales, row_scales, shared_words, shared_scales, shared_row_scales, hidden, tokens, inter,
     PAIRS: tl.constexpr, SPAN: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    SHARED_BLOCK_K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS
     slot = tl.program_id(1)
-    at = row[:, None].to(tl.int64) * K + tl.arange(0, BLOCK_K)[None, :]
     member = tl.arange(0, TILE)
     wait_then_release(PDL)
     if slot >= PAIRS:
         token = (slot - PAIRS) * TILE + member
-        gate_at = shared_w13 + at
         _in_tile(
-            normed, gate_at, gate_at + inter.to(tl.int64) * K, hidden, token, PAIRS + token, token < tokens, row, inter,
-            K, BLOCK_K, ROWS, TILE, STAGES, ALPHA, BETA, LIMIT,
+            normed, shared_words, shared_scales, shared_row_scales, 0, hidden, token, PAIRS + token, token < tokens,
+            row, inter, K, SHARED_BLOCK_K, ROWS, TILE, STAGES, ALPHA, BETA, LIMIT, SHARED_PARTS, ASM,
         )  # fmt: skip
     else:
         expert, leads, match, rank, count = _pairs_of(experts, slot, PAIRS, SPAN)
         if leads:
-            gate_at = w13 + expert.to(tl.int64) * 2 * inter * K + at
             for start in range(0, count, TILE):
                 pair = _pick(match, rank, start + member, SPAN)
                 _in_tile(
-                    normed, gate_at, gate_at + inter.to(tl.int64) * K, hidden, pair // TOP, pair,
-                    start + member < count, row, inter, K, BLOCK_K, ROWS, TILE, STAGES, ALPHA, BETA, LIMIT,
+                    normed, words, scales, row_scales, expert.to(tl.int64), hidden, pair // TOP, pair,
+                    start + member < count, row, inter,
+                    K, BLOCK_K, ROWS, TILE, STAGES, ALPHA, BETA, LIMIT, PARTS, ASM,
                 )  # fmt: skip
 
 
 @triton.jit
 def _down_tile(
-    hidden, w_at, out, index, ok, row, width,
+    hidden, words, scales, row_scales, expert, out, index, ok, row, width,
     INTER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    total = tl.zeros([TILE, ROWS], dtype=tl.float32)
-    h_at = hidden + index[:, None].to(tl.int64) * INTER + tl.arange(0, BLOCK)[None, :]
-    for k in tl.range(0, INTER, BLOCK, num_stages=STAGES):
-        value = tl.load(h_at + k, mask=ok[:, None], other=0.0)
-        total = tl.dot(value, tl.trans(tl.load(w_at + k)), total, input_precision="ieee")
-    tl.store(out + index[:, None].to(tl.int64) * width + row[None, :], total, mask=ok[:, None])
+    """Rows `row` (int64) of one expert's down projection for rows `index` of `hidden`, into the same rows of `out`."""
+    of = expert * width + row
+    if PARTS == 1:
+        total = tl.zeros([TILE, ROWS], dtype=tl.float32)
+        w_at = words + of[:, None] * INTER + tl.arange(0, BLOCK)[None, :]
+        h_at = hidden + index[:, None].to(tl.int64) * INTER + tl.arange(0, BLOCK)[None, :]
+        for k in tl.range(0, INTER, BLOCK, num_stages=STAGES):
+            value = tl.load(h_at + k, mask=ok[:, None], other=0.0)
+            total = tl.dot(value, tl.trans(tl.load(w_at + k)), total, input_precision="ieee")
+        tl.store(out + index[:, None].to(tl.int64) * width + row[None, :], total, mask=ok[:, None])
+    else:
+        total = rows_dot(
+            words, scales, row_scales, of, row >= 0, hidden, index.to(tl.int64), ok, INTER, BLOCK, STAGES, PARTS, ASM
+        )
+        tl.store(out + index[None, :].to(tl.int64) * width + row[:, None], total, mask=ok[None, :])
 
 
 @triton.jit
 def _experts_down(
-    hidden, experts, w2, shared_w2, out, tokens, width,
+    hidden, experts, words, scales, row_scales, shared_words, shared_scales, shared_row_scales, out, tokens, width,
     PAIRS: tl.constexpr, SPAN: tl.constexpr, INTER: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SHARED_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     slot = tl.program_id(1)
-    at = row[:, None].to(tl.int64) * INTER + tl.arange(0, BLOCK)[None, :]
     member = tl.arange(0, TILE)
     if slot >= PAIRS:
         wait_then_release(PDL)
         token = (slot - PAIRS) * TILE + member
         _down_tile(
-            hidden, shared_w2 + at, out, PAIRS + token, token < tokens, row, width, INTER, BLOCK, ROWS, TILE, STAGES
-        )
+            hidden, shared_words, shared_scales, shared_row_scales, 0, out, PAIRS + token, token < tokens, row, width,
+            INTER, SHARED_BLOCK, ROWS, TILE, STAGES, SHARED_PARTS, ASM,
+        )  # fmt: skip
     else:
         # The choices are two launches old, complete before this kernel could start.
         expert, leads, match, rank, count = _pairs_of(experts, slot, PAIRS, SPAN)
         wait_then_release(PDL)
         if leads:
-            w_at = w2 + expert.to(tl.int64) * width * INTER + at
             for start in range(0, count, TILE):
                 pair = _pick(match, rank, start + member, SPAN)
                 _down_tile(
-                    hidden, w_at, out, pair, start + member < count, row, width, INTER, BLOCK, ROWS, TILE, STAGES
-                )
+                    hidden, words, scales, row_scales, expert.to(tl.int64), out, pair, start + member < count, row,
+                    width, INTER, BLOCK, ROWS, TILE, STAGES, PARTS, ASM,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -239,7 +267,7 @@ class MoeScratch:
 
 @dataclass(frozen=True)
 class MoePlan:
-    """Rows and columns of a weight tile, pipeline stages and warps of the two products."""
+    """Rows of a weight tile (of gate and of up each, then of down), its columns, pipeline stages and warps."""
 
     in_rows: int = 64
     in_block: int = 128
@@ -248,27 +276,46 @@ class MoePlan:
     stages: int = 3
     warps: int = 4
 
+    @staticmethod
+    def default(form: WeightFormat, tokens: int) -> MoePlan:
+        """What measured best for a format of the routed experts (docs/performance.md)."""
+        if form is not WeightFormat.PLAIN:
+            return MoePlan(in_block=256, down_block=256)
+        return MoePlan(stages=4 if 8 < tokens <= 16 else 3)
+
+
+def block_of(weight: PackedWeight, width: int, most: int) -> int:
+    """Columns of a tile; plain weights, two bytes a value, would fill shared memory with more than 128."""
+    return largest_power_of_two(width, min(most, 128) if weight.format is WeightFormat.PLAIN else most)
+
 
 def moe_few_tokens(
-    x: Tensor, positions: Tensor, norm_weight: Tensor, router_weight: Tensor, bias: Tensor, w13: Tensor, w2: Tensor,
-    shared_w13: Tensor, shared_w2: Tensor, scratch: MoeScratch, *, top_experts: int, scaling_factor: float,
+    x: Tensor, positions: Tensor, norm_weight: Tensor, router_weight: Tensor, bias: Tensor,
+    w13: Tensor | PackedWeight, w2: Tensor | PackedWeight, shared_w13: Tensor | PackedWeight,
+    shared_w2: Tensor | PackedWeight, scratch: MoeScratch, *, top_experts: int, scaling_factor: float,
     alpha: float = 1.702, beta: float = 1.0, limit: float = 7.0, eps: float = 1e-6, plan: MoePlan | None = None,
     pdl: bool = False,
 ) -> None:  # fmt: skip
     """x += MoE(norm(x)) for x [tokens, n], in place; rows with position -1 are computed without routed experts.
 
-    router_weight fp32 [E, n] and bias fp32 [E], E a power of two; w13 [E, 2i, n] (rows gate then up) and w2 [E, n, i];
-    the shared expert's shared_w13 [2i, n] and shared_w2 [n, i] have the same inner width. With `top_experts` 0 the
-    layer is a plain MLP of the shared weights: router_weight still tells E, w13 and w2 are the shared ones with a
-    leading dimension of 1.
+    router_weight fp32 [E, n] and bias fp32 [E], E a power of two; w13 [E, 2i, n] (rows gate then up) and w2 [E, n, i],
+    of one format; the shared expert's shared_w13 [2i, n] and shared_w2 [n, i], likewise, have the same inner width.
+    With `top_experts` 0 the layer is a plain MLP of the shared weights: router_weight still tells E, w13 and w2 are
+    not read.
     """
-    plan = plan or MoePlan()
     tokens, n = x.shape
-    experts, inter = router_weight.shape[0], w2.shape[2]
+    shared_in, shared_out = as_packed(shared_w13), as_packed(shared_w2)
+    # Without routed experts theirs are not read, and may be of any format.
+    routed_in, routed_out = (as_packed(w13), as_packed(w2)) if top_experts else (shared_in, shared_out)
+    plan = plan or MoePlan.default(routed_in.format, tokens)
+    experts, inter = router_weight.shape[0], shared_out.shape[1]
     pairs = tokens * top_experts
     slots = pairs + triton.cdiv(tokens, TOKEN_TILE)
     more = {"PDL": pdl, **launch_options(pdl)}
-    common = {"PAIRS": pairs, "SPAN": triton.next_power_of_2(max(pairs, 1)), "TILE": TOKEN_TILE, "STAGES": plan.stages}
+    common = {
+        "PAIRS": pairs, "SPAN": triton.next_power_of_2(max(pairs, 1)), "TILE": TOKEN_TILE, "STAGES": plan.stages,
+        "PARTS": int(routed_in.format), "SHARED_PARTS": int(shared_in.format), "ASM": x.is_cuda,
+    }  # fmt: skip
     block = largest_power_of_two(n, 2048)
     if top_experts:
         small_linear(x, router_weight, scratch.logits, norm_weight=norm_weight, eps=eps, exact=True, pdl=pdl)
@@ -277,13 +324,17 @@ def moe_few_tokens(
         scaling_factor, eps, EXPERTS=experts, TOP=top_experts, K=n, BLOCK_K=block, num_warps=4, **more,
     )  # fmt: skip
     _experts_in[(inter // plan.in_rows, slots)](
-        scratch.normed, scratch.experts, w13, shared_w13, scratch.hidden, tokens, inter,
-        TOP=top_experts, K=n, BLOCK_K=largest_power_of_two(n, plan.in_block), ROWS=plan.in_rows,
+        scratch.normed, scratch.experts, routed_in.words, routed_in.scales, routed_in.row_scales,
+        shared_in.words, shared_in.scales, shared_in.row_scales, scratch.hidden, tokens, inter,
+        TOP=top_experts, K=n, BLOCK_K=block_of(routed_in, n, plan.in_block),
+        SHARED_BLOCK_K=block_of(shared_in, n, plan.in_block), ROWS=plan.in_rows,
         ALPHA=alpha, BETA=beta, LIMIT=limit, num_warps=plan.warps, **common, **more,
     )  # fmt: skip
     _experts_down[(n // plan.down_rows, slots)](
-        scratch.hidden, scratch.experts, w2, shared_w2, scratch.parts, tokens, n,
-        INTER=inter, BLOCK=largest_power_of_two(inter, plan.down_block), ROWS=plan.down_rows,
+        scratch.hidden, scratch.experts, routed_out.words, routed_out.scales, routed_out.row_scales,
+        shared_out.words, shared_out.scales, shared_out.row_scales, scratch.parts, tokens, n,
+        INTER=inter, BLOCK=block_of(routed_out, inter, plan.down_block),
+        SHARED_BLOCK=block_of(shared_out, inter, plan.down_block), ROWS=plan.down_rows,
         num_warps=plan.warps, **common, **more,
     )  # fmt: skip
     block = largest_power_of_two(n, 512)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longturn.errors import ModelError
-from longturn.kernels.pages import PageLayout
+from longturn.kernels.pages import KvFormat, PageLayout
 
 FUSED_BLOCKS = 128
 """Up to this many blocks of context, `attend` ranks them itself instead of reading what a `select` launch found."""
@@ -53,13 +53,17 @@ class MsaPlan:
     rivals: int = 256
     stages: int = 3
     fused_blocks: int = FUSED_BLOCKS
+    ahead: bool = True
+    """Where a program has one block to score, its keys are loaded before the wait."""
 
     @staticmethod
-    def default(rows: int, max_blocks: int) -> MsaPlan:
+    def default(rows: int, max_blocks: int, kv_format: KvFormat = KvFormat.PLAIN) -> MsaPlan:
         """A plan for `rows` rows on a chip of 132 multiprocessors, measured in docs/performance.md."""
         chunks = max(1, min(max_blocks, 396 // rows))
         splits = 16 if rows <= 4 else 4 if rows <= 16 else 2
-        return MsaPlan(chunks=chunks, splits=splits, tile=128)
+        # Converted lanes hold the next tile in registers: two of 128 tokens would spill.
+        tile = 128 if splits == 16 or kv_format == KvFormat.PLAIN else 64
+        return MsaPlan(chunks=chunks, splits=splits, tile=tile)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""Matrix times a few tokens: y = residual + W norm(x), for 1 to 64 tokens.
+"""Matrix times a few tokens: y = residual + W norm(x), for 1 to 64 tokens; W plain or quantised (`packed_weights`).
 
-Two kernels. `_gemv` is for one token (or a few, each reading W again, from L2): each program holds whole rows of W in
+Four kernels. `_gemv` is for one token (or a few, each reading W again, from L2): each program holds whole rows of W in
 registers and reads them *before* it waits for its predecessor, so that under programmatic dependent launch the weights
 are on their way while the kernel before still runs. It folds Gemma's normalisation into the product: every program
 reads whole rows of x anyway, so the sum of squares is free, and its root divides the result at the end. `_dot` is for
 more tokens, which are the M side of a tensor-core tile; there the fold costs more than a launch, since x then passes
-through registers on its way to shared memory.
+through registers on its way to shared memory. `_row_tiles` has the weights on that side instead, which is what
+quantised ones need: they pass through registers anyway. `_row_slices` is for plain matrices of few rows, where one
+tile a multiprocessor leaves its warps little to do.
 """
 
 # Functions under triton.jit are written in Triton's types, which mypy does not know.
@@ -21,44 +23,63 @@ from torch import Tensor
 
 from longturn.kernels.dependent import FRESH, launch_options, wait_then_release
 from longturn.kernels.norm import add_norm
+from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
+from longturn.kernels.packed_weights_decode import decode, load_scales, part_columns
 
 
 @triton.jit
 def matvec(
-    at, row_ok, x, norm_weight, eps,
+    words, scales, row_scales, row, row_ok, x, norm_weight, eps,
     K: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr,
-    WAIT: tl.constexpr, PDL: tl.constexpr,
+    WAIT: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Rows of W at pointers `at` [R, BLOCK_K] times norm(x): fp32 [R]. Waits for the predecessor if WAIT.
+    """Rows `row` (int64 [R]) of a matrix times norm(x): fp32 [R]. Waits for the predecessor if WAIT.
 
     A row that is one tile is read into registers before the wait. Longer rows are many bytes, where what counts is
     loads in flight, not the head start: they go through a pipeline in shared memory, after the wait.
     """
-    column = tl.arange(0, BLOCK_K)
+    W: tl.constexpr = BLOCK_K // PARTS
+    word = tl.arange(0, W)
+    at = words + row[:, None] * (K // PARTS) + word[None, :]
+    if PARTS > 1:
+        factor = tl.load(row_scales + row, mask=row_ok, other=0.0)
     if K == BLOCK_K:
-        tile = tl.load(at, mask=row_ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        if NORM:
-            gain = tl.load(norm_weight + column).to(tl.float32) + 1.0
+        tile = tl.load(at, mask=row_ok[:, None], other=0, eviction_policy="evict_first")
+        scale = load_scales(scales, row, 0, row_ok, W, PARTS, K)
+        if NORM and PARTS == 1:
+            gain = tl.load(norm_weight + word).to(tl.float32) + 1.0
         if WAIT:
             wait_then_release(PDL)
-        value = tl.load(x + column, cache_modifier=FRESH).to(tl.float32)
-        if NORM:
-            square = value * value
-            value = value * gain
-        total = tile * value[None, :]
+        parts = decode(tile, scale, PARTS, ASM, True)
+        total = tl.zeros([row.shape[0], W], dtype=tl.float32)
+        square = tl.zeros([W], dtype=tl.float32)
+        for j in tl.static_range(PARTS):
+            column = part_columns(word, j, PARTS)
+            value = tl.load(x + column, cache_modifier=FRESH).to(tl.float32)
+            if NORM:
+                square += value * value
+                if PARTS > 1:
+                    gain = tl.load(norm_weight + column).to(tl.float32) + 1.0
+                value = value * gain
+            total += parts[j].to(tl.float32) * value[None, :]
     else:
         if WAIT:
             wait_then_release(PDL)
-        total = tl.zeros([at.shape[0], BLOCK_K], dtype=tl.float32)
-        square = tl.zeros([BLOCK_K], dtype=tl.float32)
+        total = tl.zeros([row.shape[0], W], dtype=tl.float32)
+        square = tl.zeros([W], dtype=tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            tile = tl.load(at + k, mask=row_ok, other=0.0).to(tl.float32)
-            value = tl.load(x + k + column, cache_modifier=FRESH).to(tl.float32)
-            if NORM:
-                square += value * value
-                value = value * (tl.load(norm_weight + k + column).to(tl.float32) + 1.0)
-            total += tile * value[None, :]
+            tile = tl.load(at + k // PARTS, mask=row_ok[:, None], other=0)
+            parts = decode(tile, load_scales(scales, row, k, row_ok, W, PARTS, K), PARTS, ASM, True)
+            for j in tl.static_range(PARTS):
+                column = k + part_columns(word, j, PARTS)
+                value = tl.load(x + column, cache_modifier=FRESH).to(tl.float32)
+                if NORM:
+                    square += value * value
+                    value = value * (tl.load(norm_weight + column).to(tl.float32) + 1.0)
+                total += parts[j].to(tl.float32) * value[None, :]
     y = tl.sum(total, axis=1)
+    if PARTS > 1:
+        y = y * factor
     if NORM:
         y = y * tl.rsqrt(tl.sum(square, axis=0) / K + eps)
     return y
@@ -66,18 +87,93 @@ def matvec(
 
 @triton.jit
 def _gemv(
-    x, norm_weight, weight, residual, out, rows, eps,
+    x, norm_weight, words, scales, row_scales, residual, out, rows, eps,
     K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1).to(tl.int64)
-    at = weight + row[:, None].to(tl.int64) * K + tl.arange(0, BLOCK_K)[None, :]
-    y = matvec(at, (row < rows)[:, None], x + token * K, norm_weight, eps, K, BLOCK_K, NORM, STAGES, True, PDL)
+    y = matvec(
+        words, scales, row_scales, row.to(tl.int64), row < rows, x + token * K, norm_weight, eps,
+        K, BLOCK_K, NORM, STAGES, True, PDL, PARTS, ASM,
+    )  # fmt: skip
     to = token * rows + row
     if RESIDUAL:
         y += tl.load(residual + to, mask=row < rows, other=0.0, cache_modifier=FRESH).to(tl.float32)
     tl.store(out + to, y.to(out.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def rows_dot(
+    words, scales, row_scales, row, row_ok, x, token, ok,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` (int64 [R]) of a quantised matrix times rows `token` (int64 [T]) of x [*, K]: fp32 [R, T].
+
+    Weights are the M side of the tensor-core tile: they go from shared memory through registers, where their codes
+    become bf16, into the product, each once; x is the side that stays in shared memory.
+    """
+    W: tl.constexpr = BLOCK_K // PARTS
+    word = tl.arange(0, W)
+    at = words + row[:, None] * (K // PARTS) + word[None, :]
+    factor = tl.load(row_scales + row, mask=row_ok, other=0.0)
+    x_row = x + token[:, None] * K
+    total = tl.zeros([row.shape[0], token.shape[0]], dtype=tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        tile = tl.load(at + k // PARTS, mask=row_ok[:, None], other=0)
+        parts = decode(tile, load_scales(scales, row, k, row_ok, W, PARTS, K), PARTS, ASM)
+        for j in tl.static_range(PARTS):
+            value = tl.load(x_row + (k + part_columns(word, j, PARTS))[None, :], mask=ok[:, None], other=0.0)
+            total = tl.dot(parts[j], tl.trans(value), total, input_precision="ieee")
+    return total * factor[:, None]
+
+
+@triton.jit
+def _row_tiles(
+    x, words, scales, row_scales, residual, out, tokens, rows,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    RESIDUAL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    wait_then_release(PDL)
+    total = rows_dot(
+        words, scales, row_scales, row.to(tl.int64), row < rows, x, token.to(tl.int64), token < tokens,
+        K, BLOCK_K, STAGES, PARTS, ASM,
+    )  # fmt: skip
+    at = token[None, :].to(tl.int64) * rows + row[:, None]
+    ok = (token < tokens)[None, :] & (row < rows)[:, None]
+    if RESIDUAL:
+        total += tl.load(residual + at, mask=ok, other=0.0, cache_modifier=FRESH).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _row_slices(
+    x, weight, residual, out, tokens, rows,
+    K: tl.constexpr, SLICES: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    RESIDUAL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SLICES is the number of warps: each multiplies its own W of every turn's columns, for all rows and tokens of the
+    tile, and their sums are added at the end, in one order. So a few rows keep several warps busy."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    column = (tl.arange(0, SLICES) * W)[:, None, None] + tl.arange(0, W)[None, None, :]
+    wait_then_release(PDL)
+    w_at = weight + row[None, :, None].to(tl.int64) * K + column
+    x_at = x + token[None, :, None].to(tl.int64) * K + column
+    total = tl.zeros([SLICES, ROWS, TOKENS], dtype=tl.float32)
+    for k in tl.range(0, K, SLICES * W, num_stages=STAGES):
+        tile = tl.load(w_at + k, mask=(row < rows)[None, :, None], other=0.0)
+        value = tl.load(x_at + k, mask=(token < tokens)[None, :, None], other=0.0)
+        total = tl.dot(tile, tl.permute(value, [0, 2, 1]), total, input_precision="ieee")
+    y = tl.sum(total, axis=0)
+    at = token[None, :].to(tl.int64) * rows + row[:, None]
+    ok = (token < tokens)[None, :] & (row < rows)[:, None]
+    if RESIDUAL:
+        y += tl.load(residual + at, mask=ok, other=0.0, cache_modifier=FRESH).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -106,41 +202,51 @@ def _dot(
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Rows of W and columns of a tile, warps, stages; 0 leaves it to the shape. `gemv_tokens` is the register kernel's
-    limit."""
+    """Rows of W and columns of a tile, warps, stages; 0 leaves it to shape and format. `gemv_tokens` is the register
+    kernel's limit. Above it quantised weights use `tile_*`, plain ones `dot_*`, or 16 rows and a slice of columns a
+    warp with `slices`."""
 
-    rows: int = 4
+    rows: int = 0
     warps: int = 4
     block: int = 0
     dot_rows: int = 0
     dot_block: int = 256
-    dot_stages: int = 3
+    dot_stages: int = 0
     gemv_tokens: int = 1
+    tile_rows: int = 64
+    tile_block: int = 256
+    tile_stages: int = 3
+    slices: bool = False
 
 
 def small_linear(
-    x: Tensor, weight: Tensor, out: Tensor, *, norm_weight: Tensor | None = None, normed: Tensor | None = None,
-    residual: Tensor | None = None, eps: float = 1e-6, plan: LinearPlan | None = None, exact: bool = False,
-    pdl: bool = False,
+    x: Tensor, weight: Tensor | PackedWeight, out: Tensor, *, norm_weight: Tensor | None = None,
+    normed: Tensor | None = None, residual: Tensor | None = None, eps: float = 1e-6, plan: LinearPlan | None = None,
+    exact: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """out = residual + weight @ norm(x), into `out` [T, N] (fp32 or bf16); products accumulate in fp32.
 
-    x [T, K] and weight [N, K] contiguous; norm_weight [K] applies Gemma's normalisation to x first; residual [T, N]
-    may be `out` itself. Up to `plan.gemv_tokens` tokens, or all if `exact`, use the register kernel, which rounds
-    nothing between norm and product (a router needs that: fp32 weights on tensor cores are tf32). Above it, x is
-    normalised by a launch of its own into `normed` [T, K] of the weight's type.
+    x [T, K] contiguous (bf16 on a GPU where the weight is quantised) and weight [N, K], a contiguous tensor or packed;
+    norm_weight [K] applies Gemma's normalisation to x first; residual [T, N] may be `out` itself. Up to
+    `plan.gemv_tokens` tokens, or all if `exact`, use the register kernel, which rounds nothing between norm and
+    product (a router needs that: fp32 weights on tensor cores are tf32). Above it, x is normalised by a launch of its
+    own into `normed` [T, K] of the weight's type (bf16 for quantised weights).
     """
     plan = plan or LinearPlan()
     tokens, width = x.shape
-    n = weight.shape[0]
+    w = as_packed(weight)
+    plain = w.format is WeightFormat.PLAIN
+    n = w.shape[0]
     # An unused pointer argument still has to be a tensor.
     residual_arg = x if residual is None else residual
     flags = {"RESIDUAL": residual is not None, "PDL": pdl, **launch_options(pdl)}
+    form = {"PARTS": int(w.format), "ASM": w.words.is_cuda}
     if tokens <= plan.gemv_tokens or exact:
-        _gemv[(triton.cdiv(n, plan.rows), tokens)](
-            x, x if norm_weight is None else norm_weight, weight, residual_arg, out, n, eps,
-            K=width, BLOCK_K=plan.block or row_block(width), ROWS=plan.rows, NORM=norm_weight is not None, STAGES=3,
-            num_warps=plan.warps, **flags,
+        rows = plan.rows or (4 if plain else 8)
+        _gemv[(triton.cdiv(n, rows), tokens)](
+            x, x if norm_weight is None else norm_weight, w.words, w.scales, w.row_scales, residual_arg, out, n, eps,
+            K=width, BLOCK_K=plan.block or packed_block(width, w), ROWS=rows, NORM=norm_weight is not None,
+            STAGES=3, num_warps=plan.warps, **form, **flags,
         )  # fmt: skip
         return
     if norm_weight is not None:
@@ -149,11 +255,27 @@ def small_linear(
         add_norm(x, norm_weight, normed, eps=eps, pdl=pdl)
         x = normed
     block_m = 16 if tokens <= 16 else 32
-    dot_rows = plan.dot_rows or (16 if n <= 4096 else 32)
+    if not plain:
+        _row_tiles[(triton.cdiv(n, plan.tile_rows), triton.cdiv(tokens, block_m))](
+            x, w.words, w.scales, w.row_scales, residual_arg, out, tokens, n,
+            K=width, BLOCK_K=largest_power_of_two(width, plan.tile_block), ROWS=plan.tile_rows, TOKENS=block_m,
+            STAGES=plan.tile_stages, num_warps=plan.warps, **form, **flags,
+        )  # fmt: skip
+        return
+    if plan.slices:
+        columns = largest_power_of_two(width, 64)
+        _row_slices[(triton.cdiv(n, 16), triton.cdiv(tokens, block_m))](
+            x, w.words, residual_arg, out, tokens, n,
+            K=width, SLICES=largest_power_of_two(width, columns * plan.warps) // columns, W=columns, ROWS=16,
+            TOKENS=block_m, STAGES=4, num_warps=plan.warps, **flags,
+        )  # fmt: skip
+        return
+    small = n <= 4096
+    dot_rows = plan.dot_rows or (16 if small else 32)
     _dot[(triton.cdiv(n, dot_rows), triton.cdiv(tokens, block_m))](
-        x, weight, residual_arg, out, tokens, n,
+        x, w.words, residual_arg, out, tokens, n,
         K=width, BLOCK_K=largest_power_of_two(width, plan.dot_block), ROWS=dot_rows, TOKENS=block_m,
-        STAGES=plan.dot_stages, num_warps=plan.warps, **flags,
+        STAGES=plan.dot_stages or (5 if small and tokens <= 16 else 3), num_warps=plan.warps, **flags,
     )  # fmt: skip
 
 
@@ -161,6 +283,13 @@ def row_block(width: int) -> int:
     """Columns of a register tile: a whole row if it is a power of two up to 2,048, else pieces for the pipeline."""
     whole = width & -width
     return width if whole == width and width <= 2048 else min(whole, 1024)
+
+
+def packed_block(width: int, weight: PackedWeight) -> int:
+    """`row_block` for a packed weight: longer pieces, so that a row's piece has as many bytes."""
+    if weight.format is WeightFormat.PLAIN or width & -width == width <= 2048:
+        return row_block(width)
+    return largest_power_of_two(width, 1024 * int(weight.format))
 
 
 def largest_power_of_two(width: int, most: int) -> int:

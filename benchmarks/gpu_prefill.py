@@ -1,0 +1,290 @@
+"""Check and time the kernels for many tokens on a GPU.
+
+    PYTHONPATH=src:benchmarks:. python benchmarks/gpu_prefill.py check kernels sweep prefill turn [--preset slice8]
+
+`check` compares with fp32 references at real widths; `kernels` times each kernel of a layer; `sweep` times plans of the
+heavy ones; `prefill` runs a whole prompt in chunks, `turn` one chunk against a long cached context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from gpu_decode_stack import (
+    EXPERTS,
+    PRESETS,
+    ROTARY_DIM,
+    STREAM_BYTES_PER_S,
+    TOP_EXPERTS,
+    Model,
+    Preset,
+    random_cache,
+    random_layer,
+    shortened,
+)  # fmt: skip
+from gpu_many_check import check
+from gpu_many_stack import ManyPlans, ManyStack, flops_and_bytes
+from longturn.kernels.moe_many import MoeManyPlan
+from longturn.kernels.msa_many import MsaManyPlan, MsaManyScratch, msa_many_tokens
+from longturn.kernels.msa_plan import MsaShape
+from longturn.kernels.pages import PageLayout
+
+GEMM_FLOPS = 754e12
+"""bf16 8192^3 on this card; ../shared/reference/h200.md."""
+
+
+class CompileOnly:
+    """Stands for the driver in processes that only compile."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def precompile(jobs: list[tuple[str, int, int, ManyPlans | None]]) -> None:
+    """Compile every plan's kernels into Triton's disk cache, in a few processes that never touch the device.
+
+    A job is preset, tokens, context, plans. Must come before this process first uses CUDA, since it forks.
+    """
+    begin = time.time()
+    with multiprocessing.get_context("fork").Pool(min(14, len(jobs))) as pool:
+        pool.starmap(_compile, jobs, chunksize=1)
+    print(f"compiled {len(jobs)} plans in {time.time() - begin:.1f} s", flush=True)
+
+
+def _compile(name: str, tokens: int, context: int, plans: ManyPlans | None) -> None:
+    torch.set_num_threads(1)
+    triton.runtime.driver.set_active(CompileOnly())
+    run = JITFunction.run
+    JITFunction.run = lambda self, *a, **k: run(self, *a, **{**k, "warmup": True})  # type: ignore[method-assign]
+    preset = shortened(PRESETS[name], 1)
+    layout = PageLayout(preset.layers, preset.kv_heads)
+    cache = torch.empty((context + tokens + 128) // 128 * layout.page_stride, dtype=torch.bfloat16)
+    model = Model(
+        preset, torch.empty(1, preset.hidden, dtype=torch.bfloat16), (), torch.empty(0), torch.empty(0), torch.empty(32)
+    )
+    stack = object.__new__(ManyStack)
+    torch.cuda.CUDAGraph = lambda: None  # type: ignore[assignment,misc]
+    stack.__init__(model, cache, tokens, context + tokens, plans)  # type: ignore[misc]
+    few = replace(preset, inter=preset.inter)
+    layer = replace(random_layer(replace(few, dense=few.inter), True, "cpu"), top=TOP_EXPERTS)
+    layer = replace(layer, router=torch.empty(EXPERTS, preset.hidden))
+    try:
+        msa_many_tokens(
+            stack.projected, stack.step, layer.heads, cache, 0, stack.attention, stack.shape, stack.plans.msa, stack.msa
+        )
+        stack.mix(layer)
+    except Exception as error:
+        print(f"precompile {name} {tokens} {plans}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+
+
+def kernel_times(launch: Callable[[], None], repeats: int = 5) -> dict[str, float]:
+    """Mean device microseconds of each kernel name."""
+    launch()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(repeats):
+            launch()
+        torch.cuda.synchronize()
+    times: dict[str, float] = defaultdict(float)
+    for e in trace.events():
+        if e.device_type != torch.autograd.DeviceType.CUDA or "Request" in e.name:
+            continue
+        times[e.name[:34]] += (e.time_range.end - e.time_range.start) / repeats
+    return dict(times)
+
+
+def layer_stack(name: str, tokens: int, context: int, plans: ManyPlans | None = None) -> tuple[ManyStack, Preset]:
+    p = shortened(PRESETS[name], 2)
+    model = Model.random(p)
+    stack = ManyStack(model, random_cache(p, (context + tokens) // 128 + 40), tokens, context + tokens, plans)
+    stack.seek(context)
+    stack.begin()
+    return stack, p
+
+
+def kernels(name: str, points: list[tuple[int, int]]) -> list[str]:
+    """Time of each kernel of one routed layer, against the larger of its two floors."""
+    lines = []
+    for tokens, context in points:
+        stack, p = layer_stack(name, tokens, context)
+        layer = stack.model.layers[1]
+
+        def one(stack: ManyStack = stack, layer: object = layer) -> None:
+            stack.attend(1, layer)  # type: ignore[arg-type]
+            stack.mix(layer)  # type: ignore[arg-type]
+
+        times = kernel_times(one)
+        floors = {
+            part: max(f / GEMM_FLOPS, b / STREAM_BYTES_PER_S) * 1e6
+            for part, (f, b) in flops_and_bytes(p, tokens, context).items()
+        }
+        line = f"kernels {name} T={tokens} context={context}: sum {sum(times.values()):.0f} us | "
+        line += " ".join(f"{k} {v:.1f}" for k, v in sorted(times.items(), key=lambda i: -i[1]))
+        line += " | floors " + " ".join(f"{k} {v:.1f}" for k, v in floors.items())
+        lines.append(line)
+        print(line, flush=True)
+        del stack
+        torch.cuda.empty_cache()
+    return lines
+
+
+def variants(name: str, tokens: int, context: int) -> Iterator[tuple[str, str, ManyPlans]]:
+    """(kernel, label, plans): one kernel's plan changed at a time."""
+    p = PRESETS[name]
+    shape = MsaShape(p.q_heads, PageLayout(2, p.kv_heads), ROTARY_DIM, (context + tokens) // 128 + 1)
+    base = ManyPlans(MsaManyPlan.default(tokens, shape), MoeManyPlan.default(tokens, EXPERTS, TOP_EXPERTS))
+    group = p.q_heads // p.kv_heads
+    for at, warps, stages, registers, items in (
+        (32, 8, 3, 128, 1056), (32, 8, 3, 128, 2112), (32, 4, 3, None, 1056), (64, 8, 3, None, 1056),
+    ):  # fmt: skip
+        msa = replace(
+            base.msa, score_tokens=at, score_warps=warps, score_stages=stages, score_registers=registers,
+            score_items=items,
+        )  # fmt: skip
+        yield "block_scores", f"{at} w{warps} s{stages} items {items}", replace(base, msa=msa)
+    for rows, warps, stages, piece, ahead in (
+        (64, 4, 1, 32, False), (64, 4, 1, 32, True), (64, 4, 1, 64, True), (64, 4, 3, 32, False), (128, 8, 1, 32, True),
+    ):  # fmt: skip
+        msa = replace(
+            base.msa, attend_tokens=rows // group, attend_warps=warps, attend_stages=stages, attend_ahead=ahead,
+            piece=piece,
+        )  # fmt: skip
+        label = f"{rows} w{warps} s{stages} piece {piece} ahead {ahead}"
+        yield "attend_lists", label, replace(base, msa=msa)
+    for tile, columns, block, stages, warps in IN_PLANS[tokens]:
+        moe_plan = replace(
+            base.moe, tile=tile, in_columns=columns, in_block=block, in_stages=stages, in_warps=warps,
+            down_columns=2 * columns, down_block=block, down_stages=stages, down_warps=warps,
+        )  # fmt: skip
+        yield "experts_", f"{tile}x2x{columns} k{block} s{stages} w{warps}", replace(base, moe=moe_plan)
+
+
+IN_PLANS = {
+    512: [(16, 64, 128, 3, 4), (16, 64, 128, 4, 4), (32, 64, 128, 3, 4), (32, 64, 64, 4, 4), (16, 128, 64, 4, 4),
+          (32, 128, 64, 4, 4), (64, 64, 64, 4, 4)],
+    2048: [(64, 64, 64, 3, 4), (64, 64, 64, 4, 4), (64, 128, 64, 4, 8), (64, 128, 64, 3, 4), (128, 64, 64, 4, 8),
+           (128, 128, 64, 4, 8), (64, 64, 128, 3, 4)],
+    8192: [(128, 128, 64, 3, 8), (128, 128, 64, 4, 8), (128, 64, 64, 4, 8), (128, 64, 64, 3, 4), (64, 128, 64, 3, 4),
+           (64, 128, 64, 4, 8), (128, 128, 32, 4, 8)],
+}  # fmt: skip
+"""Expert tiles to try: tokens, columns of gate (and of up; twice that for down), columns of K, stages, warps."""
+
+
+def sweep(name: str, points: list[tuple[int, int]]) -> list[str]:
+    lines = []
+    for tokens, context in points:
+        stack, _ = layer_stack(name, tokens, context)
+        layer = stack.model.layers[1]
+        stack.attend(1, layer)
+        for kernel, label, plans in variants(name, tokens, context):
+            part = "mix" if kernel == "experts_" else "attend"
+            if plans.msa.piece != stack.plans.msa.piece:
+                stack.msa = MsaManyScratch.allocate(
+                    tokens, stack.cache.numel() // stack.layout.page_stride, stack.shape, plans.msa, stack.cache
+                )
+            stack.plans = plans
+
+            def one(stack: ManyStack = stack, part: str = part, layer: object = layer) -> None:
+                stack.mix(layer) if part == "mix" else stack.attend(1, layer)  # type: ignore[func-returns-value,arg-type]
+
+            try:
+                times = kernel_times(one, 3)
+            except Exception as error:
+                print(f"sweep {name} T={tokens} {label}: {type(error).__name__}: {str(error)[:160]}", flush=True)
+                continue
+            found = " ".join(f"{k} {v:.1f}" for k, v in times.items() if k.startswith(kernel))
+            lines.append(f"sweep {name} T={tokens} context={context} {label:24}: {found} us")
+            print(lines[-1], flush=True)
+        del stack
+        torch.cuda.empty_cache()
+    return lines
+
+
+def whole(name: str, prompt: int, chunks: list[int], turn: bool) -> list[str]:
+    """A whole prompt in chunks by one graph each; or, if `turn`, 512 new tokens after `prompt` cached ones."""
+    p = PRESETS[name]
+    model = Model.random(p)
+    cache = random_cache(p, (prompt + 1024) // 128 + 2)
+    lines = []
+    for tokens in chunks:
+        stack = ManyStack(model, cache, tokens, prompt + 512)
+        stack.seek(0)
+        stack.capture()
+        starts = [prompt] * 3 if turn else list(range(0, prompt, tokens))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(starts) + 1)]
+        for start, event in zip(starts, events, strict=False):
+            stack.seek(start)
+            event.record()
+            stack.graph.replay()
+        events[-1].record()
+        torch.cuda.synchronize()
+        each = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+        if turn:
+            every = " ".join(f"{e:.2f}" for e in each)
+            lines.append(f"turn {name} {tokens} new after {prompt}: {sorted(each)[1]:.2f} ms ({every})")
+        else:
+            rate = prompt / sum(each) * 1e3
+            lines.append(
+                f"prefill {name} {prompt} in chunks of {tokens}: {rate:.0f} tok/s, first chunk {each[0]:.1f} ms, "
+                f"last {each[-1]:.1f} ms"
+            )
+        print(lines[-1], flush=True)
+        del stack
+        torch.cuda.empty_cache()
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("commands", nargs="+", choices=["check", "kernels", "sweep", "prefill", "turn"])
+    parser.add_argument("--preset", default="mini60", choices=sorted(PRESETS))
+    parser.add_argument("--points", nargs="*", default=["512,131072", "2048,65536", "8192,65536"])
+    parser.add_argument("--prompt", type=int, default=131072)
+    parser.add_argument("--chunks", type=int, nargs="*", default=[2048, 8192])
+    arguments = parser.parse_args()
+    name = arguments.preset
+    points = [(int(tokens), int(context)) for tokens, context in (point.split(",") for point in arguments.points)]
+    jobs: list[tuple[str, int, int, ManyPlans | None]] = [(name, tokens, context, None) for tokens, context in points]
+    if "sweep" in arguments.commands:
+        jobs += [(name, *point, plans) for point in points for _, _, plans in variants(name, *point)]
+    precompile(jobs)
+    torch.manual_seed(time.time_ns() % 2**31)
+    lines: list[str] = []
+    for command in arguments.commands:
+        begin = time.time()
+        if command == "check":
+            lines += check(name)
+        elif command == "kernels":
+            lines += kernels(name, points)
+        elif command == "sweep":
+            lines += sweep(name, points)
+        elif command == "prefill":
+            lines += whole(name, arguments.prompt, arguments.chunks, turn=False)
+        elif command == "turn":
+            lines += whole(name, arguments.prompt, [512], turn=True)
+        torch.cuda.empty_cache()
+        print(f"{command}: {time.time() - begin:.1f} s", flush=True)
+    print("\n".join(["", "SUMMARY", *lines]))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    main()

@@ -1,0 +1,348 @@
+"""Agent sessions in closed loop through the engine and the GPU executor, in process, on random weights.
+
+    python benchmarks/gpu_sessions.py pack --traces ../shared/traces/weka --data .carry/sessions.json.gz
+    PYTHONPATH=src python benchmarks/gpu_sessions.py run --data FILE --sessions 1 4 8 --seconds 60 [--json FILE]
+
+Rules: sessions with at least 10 turns before the first of more than 120,000 tokens, those turns alone; each starts at
+40 % of them, after the turn before has been computed, unmeasured; a turn follows the end of the last by the recorded
+gap, at most 3 s; outputs are as long as recorded, at most 1,200 tokens; prompts share 64-token blocks as recorded, and
+are random otherwise. A lane whose session ends takes the next one. Interactivity is 1 / (time from first to last token
+over the tokens between).
+`pack` writes the few numbers that this needs, so that the traces need not travel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import gzip
+import itertools
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MOST_TOKENS, LEAST_TURNS, START, MOST_GAP_S, MOST_OUTPUT = 120_000, 10, 0.4, 3.0, 1200
+MOST_TURNS = 24
+"""Of a session that are prepared: more than a minute holds."""
+BLOCK = 64
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a session."""
+
+    tokens: int
+    output: int
+    gap_s: float
+    """After the end of the turn before."""
+    blocks: list[int]
+    """Ids of the prompt's 64-token blocks, the last perhaps not whole."""
+
+
+def pack(traces: Path, data: Path) -> None:
+    """Write the turns from just before 40 % on of every session that qualifies."""
+    sessions = []
+    for path in sorted(traces.glob("*.json.gz")):
+        with gzip.open(path) as file:
+            entries = [e for e in json.load(file)["requests"] if e.get("hash_ids") and e.get("in")]
+        entries = list(itertools.takewhile(lambda e: e["in"] <= MOST_TOKENS, entries))
+        if len(entries) < LEAST_TURNS:
+            continue
+        turns: list[list[Any]] = []
+        end = None
+        for e in entries:
+            gap = 0.0 if end is None else min(max(e["t"] - end, 0.0), MOST_GAP_S)
+            end = e["t"] + (e.get("api_time") or 0.0)
+            turns.append([e["in"], min(max(e["out"], 1), MOST_OUTPUT), round(gap, 3), runs(e["hash_ids"])])
+        first = int(START * len(turns))
+        sessions.append(turns[max(first - 1, 0) :])
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.write_bytes(gzip.compress(json.dumps(sessions).encode()))
+    print(f"{len(sessions)} sessions, {sum(map(len, sessions))} turns, {data.stat().st_size / 1e6:.1f} MB")
+
+
+def runs(ids: list[int]) -> list[list[int]]:
+    """Consecutive ids as [first, count]."""
+    out: list[list[int]] = []
+    for number in ids:
+        if out and number == out[-1][0] + out[-1][1]:
+            out[-1][1] += 1
+        else:
+            out.append([number, 1])
+    return out
+
+
+def read(data: Path) -> list[list[Turn]]:
+    sessions = json.loads(gzip.decompress(data.read_bytes()))
+    return [
+        [Turn(t, o, g, [i for first, count in b for i in range(first, first + count)]) for t, o, g, b in turns]
+        for turns in sessions
+    ]
+
+
+class Prompts:
+    """Prompts and page hashes of one session, made before the clock runs: a server's frontend does this elsewhere."""
+
+    def __init__(self, number: int, turns: list[Turn], vocab: int) -> None:
+        """`number` tells apart replays of one session: they share nothing. A block's id decides its tokens."""
+        from longturn.engine.hashing import page_hashes
+
+        self.number = number
+        self.prompts: list[bytes] = []
+        self.hashes: list[tuple[bytes, ...]] = []
+        blocks: dict[int, bytes] = {}
+        for turn in turns:
+            for block in turn.blocks:
+                if block not in blocks:
+                    blocks[block] = _tokens((number, block), BLOCK, vocab)
+            prompt = b"".join(blocks[block] for block in turn.blocks)[: 4 * turn.tokens]
+            missing = turn.tokens - len(prompt) // 4  # ids may end before a last, short block
+            prompt += _tokens((number, turn.tokens, 1), missing, vocab)
+            known = self._known(prompt)
+            self.prompts.append(prompt)
+            self.hashes.append(page_hashes(prompt, KEY, known))
+
+    def _known(self, prompt: bytes) -> tuple[bytes, ...]:
+        """Hashes of the pages that this prompt begins with like the one before it."""
+        if not self.prompts:
+            return ()
+        last, same = self.prompts[-1], 0
+        while same < len(self.hashes[-1]) and prompt[512 * same : 512 * same + 512] == last[512 * same :][:512]:
+            same += 1
+        return self.hashes[-1][:same]
+
+
+KEY = b"s" * 32
+
+
+def _tokens(seed: tuple[int, ...], count: int, vocab: int) -> bytes:
+    return np.random.default_rng(seed).integers(vocab, size=count, dtype=np.int32).tobytes()
+
+
+# --- replay ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Lane:
+    """One session slot."""
+
+    number: int
+    turns: list[Turn] = field(default_factory=list)
+    prompts: Prompts | None = None
+    at: int = 0
+    due: float = 0.0
+    """When the next turn is sent."""
+    name: str | None = None
+    """Of the request in flight."""
+    warming: bool = False
+    sent: float = 0.0
+    first: float = 0.0
+    tokens: int = 0
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class Done:
+    """A measured request."""
+
+    start: float
+    first: float
+    end: float
+    prompt: int
+    output: int
+    cached: int
+
+
+class Replay:
+    """Sessions in `count` lanes on one engine."""
+
+    def __init__(self, engine: Any, sessions: list[list[Turn]], vocab: int, count: int, more: int) -> None:
+        """`more` sessions are prepared beside the `count` that start; the last comes again when they have run out."""
+        self._engine, self._sessions = engine, sessions
+        self._prompts = [Prompts(i, sessions[i % len(sessions)][:MOST_TURNS], vocab) for i in range(count + more)]
+        self._next = 0
+        self._made = 0
+        self.lanes = [Lane(i) for i in range(count)]
+        self.done: list[Done] = []
+        self.errors: list[str] = []
+        self.preemptions = 0
+        self.repeated = 0
+        for lane in self.lanes:
+            self._take(lane)
+
+    def _take(self, lane: Lane) -> None:
+        """The next session; its first turn only warms."""
+        number = min(self._next, len(self._prompts) - 1)
+        self.repeated += self._next > number
+        self._next += 1
+        lane.turns = self._sessions[number % len(self._sessions)][:MOST_TURNS]
+        lane.at, lane.warming, lane.due, lane.prompts = 0, True, 0.0, self._prompts[number]
+
+    def _send(self, lane: Lane, now: float) -> None:
+        from longturn.engine.records import EngineRequest, SamplingParams
+
+        assert lane.prompts is not None
+        turn, prompts = lane.turns[lane.at], lane.prompts
+        self._made += 1
+        lane.name = f"r{self._made}"
+        params = SamplingParams(1 if lane.warming else turn.output, temperature=0.0)
+        self._engine.add(
+            EngineRequest(
+                lane.name, prompts.prompts[lane.at], prompts.hashes[lane.at], params,
+                session_id=f"s{prompts.number}", hash_key=KEY,
+            )
+        )  # fmt: skip
+        lane.sent, lane.first, lane.tokens = now, 0.0, 0
+
+    def _finish(self, lane: Lane, now: float, measured: bool) -> None:
+        turn = lane.turns[lane.at]
+        if not lane.warming and measured:
+            self.done.append(Done(lane.sent, lane.first, now, turn.tokens, lane.tokens, lane.cached))
+        lane.name, lane.warming = None, False
+        lane.at += 1
+        if lane.at == len(lane.turns):
+            self._take(lane)
+        else:
+            lane.due = now + lane.turns[lane.at].gap_s
+
+    def turn(self, *, only_warm: bool = False, measured: bool = True) -> bool:
+        """Send what is due and do one engine step; False if nothing is left to do now."""
+        now = time.perf_counter()
+        for lane in self.lanes:
+            if lane.name is None and now >= lane.due and not (only_warm and not lane.warming):
+                self._send(lane, now)
+        if not self._engine.has_work():
+            if only_warm:
+                return False
+            time.sleep(max(0.0, min(min(lane.due for lane in self.lanes) - now, 0.005)))
+            return True
+        step = self._engine.step()
+        now = time.perf_counter()
+        by_name = {lane.name: lane for lane in self.lanes if lane.name is not None}
+        for output in step.outputs if step is not None else ():
+            lane = by_name.get(output.request_id)
+            if lane is None:
+                continue
+            if output.token_ids:
+                lane.first = lane.first or now
+                lane.tokens += len(output.token_ids)
+                lane.cached = output.cached_tokens
+            if output.finish is not None:
+                self.preemptions += output.preemptions
+                if output.error is not None:
+                    self.errors.append(output.error)
+                self._finish(lane, now, measured)
+        return True
+
+
+def quantile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def measure(stand: Any, sessions: list[list[Turn]], count: int, seconds: float) -> dict[str, Any]:
+    """One point: `count` sessions at once for `seconds`."""
+    engine, watch = stand.engine(passing=False)
+    replay = Replay(engine, sessions, stand.config.vocab_size, count, more=4)
+    # What a page holds costs nothing different, so the state that is warmed before the clock need not be computed.
+    watch.computing = False
+    while replay.turn(only_warm=True):
+        pass
+    watch.computing = True
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        replay.turn()
+    for lane in replay.lanes:
+        if lane.name is not None:
+            engine.abort(lane.name)
+    while engine.has_work():
+        engine.step()
+    engine.check_invariants()
+    done = replay.done
+    gaps = [(d.end - d.first) / (d.output - 1) for d in done if d.output > 1]
+    first = [d.first - d.start for d in done]
+    span = max(d.end for d in done) - min(d.start for d in done)
+    return {
+        "sessions": count,
+        "requests": len(done),
+        "p90_tok_s_user": 1 / quantile(gaps, 0.9),
+        "p50_tok_s_user": 1 / quantile(gaps, 0.5),
+        "total_tok_s": sum(d.prompt + d.output for d in done) / span,
+        "output_tok_s": sum(d.output for d in done) / span,
+        "hit_rate": sum(d.cached for d in done) / sum(d.prompt for d in done),
+        "ttft_p50_s": quantile(first, 0.5),
+        "ttft_p90_s": quantile(first, 0.9),
+        "median_in": statistics.median(d.prompt for d in done),
+        "median_out": statistics.median(d.output for d in done),
+        "preemptions": replay.preemptions,
+        "sessions_repeated": replay.repeated,
+        "errors": replay.errors,
+    }
+
+
+PEER = {1: (150.0, 17_599, 77, 0.991, 0.171, 0.950), 4: (108.6, 55_727, 262, 0.989, 0.188, 0.440)}
+"""vLLM 0.25.1 under the same rules: P90 tok/s/user, total tok/s, output tok/s, hit rate, TTFT p50 and p90."""
+
+
+def run(args: argparse.Namespace) -> None:
+    from longturn.executor.gpu.measure.harness import Stand
+
+    sessions = read(args.data)
+    stand = Stand(
+        "mini60", rows=max(args.sessions), cached_tokens=args.cached_tokens, context=MOST_TOKENS + MOST_OUTPUT,
+        step_tokens=args.step_tokens, target_itl_ms=args.target_itl_ms,
+    )  # fmt: skip
+    begin = time.perf_counter()
+    graphs = stand.executor.capture()
+    print(
+        f"{graphs} graphs in {time.perf_counter() - begin:.1f} s; pool of {stand.executor.info.pages} pages", flush=True
+    )
+    gc.collect()
+    gc.freeze()
+    rows = []
+    for count in args.sessions:
+        row = measure(stand, sessions, count, args.seconds)
+        rows.append(row)
+        peer = PEER.get(count)
+        print(
+            f"{count:>3} sessions {row['requests']:>4} requests  P90 {row['p90_tok_s_user']:.1f} tok/s/user"
+            f"  total {row['total_tok_s']:,.0f}  output {row['output_tok_s']:.0f}  hits {row['hit_rate']:.3f}"
+            f"  TTFT {row['ttft_p50_s']:.3f} / {row['ttft_p90_s']:.3f} s  in/out {row['median_in']:.0f} /"
+            f" {row['median_out']:.0f}  preempted {row['preemptions']}  errors {len(row['errors'])}  vLLM {peer}",
+            flush=True,
+        )
+    if args.json is not None:
+        args.json.write_text(json.dumps({"command": sys.argv, "points": rows}, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    packing = verbs.add_parser("pack")
+    packing.add_argument("--traces", type=Path, required=True)
+    packing.add_argument("--data", type=Path, required=True)
+    running = verbs.add_parser("run")
+    running.add_argument("--data", type=Path, required=True)
+    running.add_argument("--sessions", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+    running.add_argument("--seconds", type=float, default=60.0)
+    running.add_argument("--cached-tokens", type=int, default=560_000)
+    running.add_argument("--step-tokens", type=int, default=2048)
+    running.add_argument("--target-itl-ms", type=float, default=0.0)
+    running.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.verb == "pack":
+        pack(args.traces, args.data)
+    else:
+        run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The products of a mixture of experts for many tokens, over tiles of TILE tokens of one expert.
+
+The first tiles of a launch are the shared expert's, which takes every token; the routed ones follow, as many as
+`total_tiles` says on the device. Columns are the inner dimension of the grid: the programs that read one tile's tokens
+run side by side, and so do those that read one expert's weights for its several tiles.
+"""
+
+# Functions under triton.jit are written in Triton's types, which mypy does not know.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longturn.kernels.dependent import FRESH, wait_then_release
+from longturn.kernels.moe_one import swiglu_oai
+
+
+@triton.jit
+def _tile_rows(
+    tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens,
+    TOP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(expert or -1 for the shared one, choice or token of each row, whether it is there) of a tile."""
+    member = tl.arange(0, TILE)
+    routed = tile - shared_tiles
+    is_routed = routed >= 0
+    expert = tl.load(tile_expert + routed, mask=is_routed, other=-1, cache_modifier=FRESH)
+    first = tl.load(first_tile + expert, mask=is_routed, other=0, cache_modifier=FRESH)
+    count = tl.load(counts + expert, mask=is_routed, other=0, cache_modifier=FRESH)
+    place = tl.where(is_routed, (routed - first) * TILE, tile * TILE) + member
+    ok = place < tl.where(is_routed, count, tokens)
+    choice = tl.load(sorted_choices + routed * TILE + member, mask=ok & is_routed, other=0, cache_modifier=FRESH)
+    return expert, tl.where(is_routed, choice, place), ok
+
+
+@triton.jit(do_not_specialize=["tokens", "shared_tiles"])
+def experts_in(
+    normed, w13, shared_w13, hidden, sorted_choices, tile_expert, first_tile, counts, total_tiles, tokens,
+    shared_tiles,
+    TOP: tl.constexpr, K: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """hidden [tiles * TILE, INTER] = the activation of gate and up. The grid is (INTER / COLUMNS, tiles)."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tile = tl.program_id(1)
+    wait_then_release(PDL)
+    if tile - shared_tiles >= tl.load(total_tiles, cache_modifier=FRESH):
+        return
+    expert, index, ok = _tile_rows(
+        tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens, TOP, TILE
+    )
+    if expert >= 0:
+        base = w13 + expert.to(tl.int64) * (2 * INTER * K)
+        token = index // TOP if TOP > 0 else index
+    else:
+        base = shared_w13
+        token = index
+    k_at = tl.arange(0, BLOCK_K)
+    x_at = normed + token[:, None].to(tl.int64) * K + k_at[None, :]
+    gate_at = base + column[:, None] * K + k_at[None, :]
+    up_at = base + (column + INTER)[:, None] * K + k_at[None, :]
+    gate = tl.zeros([TILE, COLUMNS], dtype=tl.float32)
+    up = tl.zeros([TILE, COLUMNS], dtype=tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        value = tl.load(x_at + k, mask=ok[:, None], other=0.0)
+        gate = tl.dot(value, tl.trans(tl.load(gate_at + k)), gate, input_precision="ieee")
+        up = tl.dot(value, tl.trans(tl.load(up_at + k)), up, input_precision="ieee")
+    result = swiglu_oai(gate, up, ALPHA, BETA, LIMIT)
+    to = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    tl.store(hidden + to[:, None] * INTER + column[None, :], result.to(hidden.dtype.element_ty), mask=ok[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens", "shared_tiles"])
+def experts_down(
+    hidden, w2, shared_w2, parts, sorted_choices, tile_expert, first_tile, counts, total_tiles, tokens, shared_tiles,
+    TOP: tl.constexpr, N: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """parts [T + T * TOP, N]: the shared expert's output of each token, then each choice's. The grid is (N / COLUMNS,
+    tiles)."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tile = tl.program_id(1)
+    wait_then_release(PDL)
+    if tile - shared_tiles >= tl.load(total_tiles, cache_modifier=FRESH):
+        return
+    expert, index, ok = _tile_rows(
+        tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens, TOP, TILE
+    )
+    if expert >= 0:
+        base = w2 + expert.to(tl.int64) * (N * INTER)
+        line = index + tokens
+    else:
+        base = shared_w2
+        line = index
+    k_at = tl.arange(0, BLOCK_K)
+    row = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    h_at = hidden + row[:, None] * INTER + k_at[None, :]
+    w_at = base + column[:, None] * INTER + k_at[None, :]
+    total = tl.zeros([TILE, COLUMNS], dtype=tl.float32)
+    for k in tl.range(0, INTER, BLOCK_K, num_stages=STAGES):
+        value = tl.load(h_at + k, mask=ok[:, None], other=0.0)
+        total = tl.dot(value, tl.trans(tl.load(w_at + k)), total, input_precision="ieee")
+    at = line[:, None].to(tl.int64) * N + column[None, :]
+    tl.store(parts + at, total.to(parts.dtype.element_ty), mask=ok[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def combine_experts(
+    parts, experts, shares, x, tokens, TOP: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """x += shared + weighted routed parts, in a fixed order."""
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_then_release(PDL)
+    at = token.to(tl.int64) * N + column
+    total = tl.load(x + at, cache_modifier=FRESH).to(tl.float32)
+    total += tl.load(parts + at, cache_modifier=FRESH).to(tl.float32)
+    for k in tl.static_range(TOP):
+        choice = token * TOP + k
+        there = tl.load(experts + choice, cache_modifier=FRESH) >= 0
+        part_at = parts + (tokens + choice).to(tl.int64) * N + column
+        part = tl.load(part_at, mask=there & (column >= 0), other=0.0, cache_modifier=FRESH).to(tl.float32)
+        total += part * tl.load(shares + choice, cache_modifier=FRESH)
+    tl.store(x + at, total.to(x.dtype.element_ty))

@@ -1,0 +1,118 @@
+"""Routing of many tokens: logits, choices, and the choices sorted by expert into tiles, all on the device.
+
+router_logits   norm(x) times the router in three products of tf32, which together are as exact as fp32; parts
+                along the hidden width, so that few tokens fill the chip
+choose_experts  top experts, their shares, the normalised token; each choice takes a place in its expert's list
+sort_choices    tiles of whole experts, and each choice written to its place
+"""
+
+# Functions under triton.jit are written in Triton's types, which mypy does not know.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longturn.kernels.dependent import FRESH, wait_then_release
+from longturn.kernels.moe_one import top_of
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def router_logits(
+    x, norm_weight, router_weight, logits, squares, counts, tokens,
+    EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Part p of the logits before x's root mean square divides them, fp32 [PARTS, T, EXPERTS], and of its square sum
+    [PARTS, T]. Sets `counts` [EXPERTS] to 0 on the side. The grid is (T / TOKENS, PARTS)."""
+    part = tl.program_id(1)
+    wait_then_release(PDL)
+    expert = tl.arange(0, EXPERTS)
+    if (part == 0) & (tl.program_id(0) == 0):
+        tl.store(counts + expert, tl.zeros([EXPERTS], dtype=tl.int32))
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    ok = token < tokens
+    column = part * (K // PARTS) + tl.arange(0, BLOCK_K)
+    x_at = x + token[:, None].to(tl.int64) * K + column[None, :]
+    w_at = router_weight + expert[:, None] * K + column[None, :]
+    total = tl.zeros([TOKENS, EXPERTS], dtype=tl.float32)
+    square = tl.zeros([TOKENS], dtype=tl.float32)
+    for k in tl.range(0, K // PARTS, BLOCK_K, num_stages=STAGES):
+        value = tl.load(x_at + k, mask=ok[:, None], other=0.0).to(tl.float32)
+        square += tl.sum(value * value, axis=1)
+        value = value * (tl.load(norm_weight + column + k).to(tl.float32) + 1.0)[None, :]
+        total = tl.dot(value, tl.trans(tl.load(w_at + k)), total, input_precision="tf32x3")
+    line = part * tokens + token
+    tl.store(logits + line[:, None] * EXPERTS + expert[None, :], total, mask=ok[:, None])
+    tl.store(squares + line, square, mask=ok)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def choose_experts(
+    x, norm_weight, positions, logits, squares, bias, normed, experts, shares, ranks, counts, tokens, scaling, eps,
+    EXPERTS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """normed [T, K]; experts, shares, ranks [T, TOP], expert -1 for padding; counts [EXPERTS] grow from 0.
+
+    Places in an expert's list come from an atomic count and differ between runs; no sum runs along a list, so results
+    don't.
+    """
+    token = tl.program_id(0)
+    column = tl.arange(0, BLOCK_K)
+    at = token.to(tl.int64) * K + column
+    wait_then_release(PDL)
+    square = tl.zeros([BLOCK_K], dtype=tl.float32)
+    for k in tl.static_range(0, K, BLOCK_K):
+        value = tl.load(x + at + k, cache_modifier=FRESH).to(tl.float32)
+        square += value * value
+    scale = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+    for k in tl.static_range(0, K, BLOCK_K):
+        value = tl.load(x + at + k, cache_modifier=FRESH).to(tl.float32) * scale
+        value = value * (tl.load(norm_weight + column + k).to(tl.float32) + 1.0)
+        tl.store(normed + at + k, value.to(normed.dtype.element_ty))
+    if TOP > 0:
+        expert = tl.arange(0, EXPERTS)
+        logit = tl.zeros([EXPERTS], dtype=tl.float32)
+        square_of = 0.0
+        for part in tl.static_range(PARTS):
+            logit += tl.load(logits + (part * tokens + token) * EXPERTS + expert, cache_modifier=FRESH)
+            square_of += tl.load(squares + part * tokens + token, cache_modifier=FRESH)
+        score = tl.sigmoid(logit * tl.rsqrt(square_of / K + eps))
+        choice = score + tl.load(bias + expert)
+        choice = tl.where(choice == choice, choice, float("-inf"))  # NaN must never become an index
+        slot = tl.arange(0, TOP)
+        chosen = top_of(choice, slot, EXPERTS, TOP)
+        share = tl.sum(tl.where(expert[None, :] == chosen[:, None], score[None, :], 0.0), axis=1)
+        share = share * (scaling / tl.sum(share, axis=0))
+        present = tl.load(positions + token, cache_modifier=FRESH) >= 0
+        live = (slot >= 0) & present
+        rank = tl.atomic_add(counts + chosen, 1, mask=live)
+        to = token * TOP + slot
+        tl.store(experts + to, tl.where(live, chosen, -1))
+        tl.store(shares + to, tl.where(live, share, 0.0))
+        tl.store(ranks + to, rank, mask=live)
+
+
+@triton.jit(do_not_specialize=["choices"])
+def sort_choices(
+    experts, ranks, counts, sorted_choices, tile_expert, first_tile, total_tiles, choices,
+    EXPERTS: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """sorted_choices [tiles, TILE] by expert, each expert's padded to whole tiles (with whatever was there);
+    tile_expert, one a tile; first_tile [EXPERTS]; total_tiles [1]."""
+    wait_then_release(PDL)
+    expert = tl.arange(0, EXPERTS)
+    tiles = (tl.load(counts + expert, cache_modifier=FRESH) + TILE - 1) // TILE
+    first = tl.cumsum(tiles, axis=0) - tiles
+    if tl.program_id(0) == 0:
+        tl.store(first_tile + expert, first)
+        tl.store(total_tiles, tl.sum(tiles, axis=0))
+        for i in tl.range(0, tl.max(tiles, axis=0)):
+            tl.store(tile_expert + first + i, expert, mask=i < tiles)
+    choice = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    of = tl.load(experts + choice, mask=choice < choices, other=-1, cache_modifier=FRESH)
+    rank = tl.load(ranks + choice, mask=of >= 0, other=0, cache_modifier=FRESH)
+    start = tl.gather(first, tl.maximum(of, 0), 0)
+    tl.store(sorted_choices + start * TILE + rank, choice, mask=of >= 0)

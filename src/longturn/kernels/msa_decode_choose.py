@@ -1,0 +1,125 @@
+"""Which blocks a decode step attends to: `scores` of whole blocks, and `select` of the best (see msa_decode.py)."""
+
+# Functions under triton.jit are written in Triton's types, which mypy does not know.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longturn.kernels.dependent import FRESH, wait_then_release
+from longturn.kernels.head_norm import norm_rope_heads
+from longturn.kernels.kv_formats import PLAIN, write_token_as
+
+_FORCED = tl.constexpr(1e30)
+_ABSENT = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _scores(
+    projected, positions, page_table, table_stride, cos, sin, index_query_norm, key_norm, index_key_norm,
+    cache, page_stride, key_lane, value_lane, scales, scale_stride, key_scale_lane, value_scale_lane,
+    index, index_stride, index_lane, scores, score_stride, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
+    FORMAT: tl.constexpr, INDEX_FORMAT: tl.constexpr,
+    CHUNKS: tl.constexpr, SINGLE: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    position = tl.load(positions + row, cache_modifier=FRESH)
+    own_block = position // PAGE  # -1 // PAGE is 0 or -1 by rounding; both give no block below
+    table = page_table + row.to(tl.int64) * table_stride
+    key = tl.arange(0, PAGE)
+    at = index_lane + key[:, None] * D + tl.arange(0, D)[None, :]
+    if AHEAD:
+        # Blocks below the own one were complete before this step: the first one's keys need no wait.
+        page = tl.load(table + chunk, mask=chunk < own_block, other=0, cache_modifier=FRESH).to(tl.int64)
+        keys = tl.load(index + page * index_stride + at, mask=chunk < own_block, other=0.0)
+    wait_then_release(PDL)
+    if position < 0:
+        return
+    cos_row = cos + row * D
+    sin_row = sin + row * D
+    if chunk == CHUNKS - 1:
+        new = tl.load(table + own_block, cache_modifier=FRESH).to(tl.int64)
+        write_token_as(
+            projected, row, key_norm, index_key_norm, cos_row, sin_row,
+            cache + new * page_stride + key_lane, scales + new * scale_stride + key_scale_lane,
+            cache + new * page_stride + value_lane, scales + new * scale_stride + value_scale_lane,
+            index + new * index_stride + index_lane, position % PAGE, eps,
+            Q_HEADS, KV_HEADS, D, PAGE, HALF, FORMAT, INDEX_FORMAT,
+        )  # fmt: skip
+    if chunk < own_block:
+        head = tl.arange(0, 16)
+        width: tl.constexpr = (Q_HEADS + 3 * KV_HEADS + 1) * D
+        heads_at = projected + row.to(tl.int64) * width + (Q_HEADS + 2 * KV_HEADS + head) * D
+        query = norm_rope_heads(heads_at, head < KV_HEADS, index_query_norm, cos_row, sin_row, eps, D, HALF)
+        FLOAT: tl.constexpr = index.dtype.element_ty if INDEX_FORMAT == PLAIN else tl.float16
+        query = tl.trans(query.to(FLOAT))
+        to = scores + (row * KV_HEADS + head).to(tl.int64) * score_stride
+        if AHEAD and SINGLE:
+            best = tl.max(tl.dot(keys.to(FLOAT), query, input_precision="ieee"), axis=0)
+            tl.store(to + chunk, best, mask=head < KV_HEADS)
+        elif AHEAD:
+            # Keys that are converted on their way to the dot escape the compiler's pipelining, hence this one.
+            later = chunk + CHUNKS
+            page = tl.load(table + later, mask=later < own_block, other=0, cache_modifier=FRESH).to(tl.int64)
+            for block in tl.range(chunk, own_block, CHUNKS, num_stages=1):
+                later = block + CHUNKS
+                next_keys = tl.load(index + page * index_stride + at, mask=later < own_block, other=0.0)
+                later += CHUNKS
+                page = tl.load(table + later, mask=later < own_block, other=0, cache_modifier=FRESH).to(tl.int64)
+                best = tl.max(tl.dot(keys.to(FLOAT), query, input_precision="ieee"), axis=0)
+                tl.store(to + block, best, mask=head < KV_HEADS)
+                keys = next_keys
+        else:
+            for block in tl.range(chunk, own_block, CHUNKS, num_stages=STAGES):
+                page = tl.load(table + block, cache_modifier=FRESH).to(tl.int64)
+                keys = tl.load(index + page * index_stride + at)
+                best = tl.max(tl.dot(keys.to(FLOAT), query, input_precision="ieee"), axis=0)
+                tl.store(to + block, best, mask=head < KV_HEADS)
+
+
+@triton.jit
+def order_keys(base, block, count, INIT: tl.constexpr, LOCAL: tl.constexpr):
+    """int64 keys of blocks, all different: the larger is chosen first. Forced blocks on top, NaN at the bottom, then
+    absent ones.
+
+    The score in an integer order above, the block's number, negated, below. Forced and absent blocks' scores are not
+    read.
+    """
+    forced = (block < INIT) | (block >= count - LOCAL)
+    value = tl.load(base + block, mask=block < count - LOCAL, other=float("-inf"), cache_modifier=FRESH)
+    value = tl.where(forced, _FORCED, tl.where(value == value, value, float("-inf")))
+    bits = value.to(tl.int32, bitcast=True)
+    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) - block
+    return tl.where(block < count, key, _ABSENT)
+
+
+@triton.jit
+def _select(
+    positions, scores, score_stride, selected,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TOP: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
+    CANDIDATES: tl.constexpr, RIVALS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    position = tl.load(positions + row, cache_modifier=FRESH)
+    wait_then_release(PDL)
+    count = tl.where(position >= 0, position // PAGE + 1, 0)
+    to = selected + (row * KV_HEADS + head) * TOP
+    if tile == 0:
+        slot = tl.arange(0, TOP)
+        tl.store(to + slot, tl.full([TOP], -1, tl.int32), mask=slot >= count)
+    if tile * CANDIDATES < count:
+        base = scores + (row * KV_HEADS + head).to(tl.int64) * score_stride
+        mine = tile * CANDIDATES + tl.arange(0, CANDIDATES)
+        key = order_keys(base, mine, count, INIT, LOCAL)
+        beaten = tl.zeros([CANDIDATES, RIVALS], dtype=tl.int32)
+        for start in tl.range(0, count, RIVALS):
+            rival = order_keys(base, start + tl.arange(0, RIVALS), count, INIT, LOCAL)
+            beaten += (rival[None, :] > key[:, None]).to(tl.int32)
+        rank = tl.sum(beaten, axis=1)
+        tl.store(to + rank, mine.to(tl.int32), mask=(rank < TOP) & (mine < count))

@@ -1,0 +1,143 @@
+"""Mixture of experts for many tokens in Triton's interpreter, against the torch reference, in fp32."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton and each kernel are imported, so it must precede both
+pytest.importorskip("triton", reason="triton is not installed")
+if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
+    pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4", allow_module_level=True)
+
+from longturn.kernels.linear_many import add_project_many, project_many
+from longturn.kernels.moe_many import MoeManyPlan, MoeManyScratch, moe_many_tokens
+from longturn.kernels.moe_many_route import sort_choices
+from longturn.ops.gemma_norm import gemma_rms_norm
+from longturn.ops.moe import SwigluOai, expert, moe, route
+
+EPS, WIDTH, INTER, EXPERTS = 1e-6, 64, 32, 8
+PLAN = MoeManyPlan(tile=16, in_columns=16, in_block=32, down_columns=32, down_block=32, router_tokens=16)
+
+
+def weights(gen: torch.Generator, inter: int = INTER) -> dict[str, torch.Tensor]:
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=gen) * shape[-1] ** -0.5
+
+    return {
+        "norm_weight": torch.randn(WIDTH, generator=gen) * 0.2,
+        "router_weight": normal(EXPERTS, WIDTH) * 2,
+        "bias": torch.randn(EXPERTS, generator=gen) * 0.1,
+        "w13": normal(EXPERTS, 2 * inter, WIDTH),
+        "w2": normal(EXPERTS, WIDTH, inter),
+        "shared_w13": normal(2 * inter, WIDTH),
+        "shared_w2": normal(WIDTH, inter),
+    }
+
+
+def scratch_for(tokens: int, top: int, inter: int = INTER) -> MoeManyScratch:
+    scratch = MoeManyScratch.allocate(tokens, EXPERTS, top, WIDTH, INTER, torch.empty(0), inter)
+    for name, buffer in vars(scratch).items():
+        if name != "no_tiles":
+            buffer.fill_(float("nan") if buffer.is_floating_point() else 12345)
+    return scratch
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top", "padding", "bias", "plan"),
+    [
+        (1, 1, 0, 0.0, PLAN),
+        (16, 2, 3, 0.0, PLAN),
+        (70, 4, 6, 0.0, replace(PLAN, tile=32, router_parts=2)),
+        (33, 2, 0, 9.0, PLAN),  # every token chooses expert 5
+        (40, 4, 40, 0.0, PLAN),  # nothing but padding
+    ],
+)
+def test_moe_many_is_the_reference(tokens: int, top: int, padding: int, bias: float, plan: MoeManyPlan) -> None:
+    gen = torch.Generator().manual_seed(tokens + top)
+    w = weights(gen)
+    w["bias"][5] += bias
+    x = torch.randn(tokens, WIDTH, generator=gen)
+    positions = torch.arange(tokens, dtype=torch.int32)
+    positions[tokens - padding :] = -1
+    normed = gemma_rms_norm(x, w["norm_weight"], EPS)
+    routing = route(normed, w["router_weight"], w["bias"], top, 2.0)
+    live = (positions >= 0).float()[:, None]
+    shared = expert(normed, w["shared_w13"], w["shared_w2"], SwigluOai())
+    both = moe(normed, routing, w["w13"], w["w2"], w["shared_w13"], w["shared_w2"], SwigluOai())
+    expected = x + shared + live * (both - shared)
+    scratch = scratch_for(tokens + 9, top)
+    moe_many_tokens(x, positions, **w, scratch=scratch, top_experts=top, scaling_factor=2.0, plan=plan)
+    torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_dense_layer_between_routed_ones() -> None:
+    gen = torch.Generator().manual_seed(1)
+    scratch = scratch_for(24, 2, 4 * INTER)
+    x = torch.randn(24, WIDTH, generator=gen)
+    positions = torch.arange(24, dtype=torch.int32)
+    for inter, top in ((INTER, 2), (4 * INTER, 0), (INTER, 2)):
+        w = weights(gen, inter)
+        normed = gemma_rms_norm(x, w["norm_weight"], EPS)
+        if top:
+            routing = route(normed, w["router_weight"], w["bias"], top, 2.0)
+            y = moe(normed, routing, w["w13"], w["w2"], w["shared_w13"], w["shared_w2"], SwigluOai())
+        else:
+            y = expert(normed, w["shared_w13"], w["shared_w2"], SwigluOai())
+        expected = x + y
+        moe_many_tokens(x, positions, **w, scratch=scratch, top_experts=top, scaling_factor=2.0, plan=PLAN)
+        torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_broken_token_stays_alone() -> None:
+    gen = torch.Generator().manual_seed(2)
+    w = weights(gen)
+    x = torch.randn(20, WIDTH, generator=gen)
+    positions = torch.arange(20, dtype=torch.int32)
+    alone = x.clone()
+    x[7, 3] = float("nan")
+    for value in (x, alone):
+        moe_many_tokens(value, positions, **w, scratch=scratch_for(20, 2), top_experts=2, scaling_factor=2.0, plan=PLAN)
+    others = torch.arange(20) != 7
+    assert torch.equal(x[others], alone[others])
+
+
+def test_sort_choices() -> None:
+    gen = torch.Generator().manual_seed(4)
+    experts = torch.randint(-1, EXPERTS, (300,), generator=gen, dtype=torch.int32)
+    experts[experts == 2] = 3
+    ranks = torch.zeros_like(experts)
+    counts = torch.zeros(EXPERTS, dtype=torch.int32)
+    for i in torch.randperm(300, generator=gen).tolist():
+        if experts[i] >= 0:
+            ranks[i] = counts[experts[i]]
+            counts[experts[i]] += 1
+    placed = torch.full((400,), -7, dtype=torch.int32)
+    tile_expert, first = torch.full((60,), -7, dtype=torch.int32), torch.full((EXPERTS,), -7, dtype=torch.int32)
+    total = torch.zeros(1, dtype=torch.int32)
+    sort_choices[(3,)](
+        experts, ranks, counts, placed, tile_expert, first, total, 300, EXPERTS=EXPERTS, TILE=16, SPAN=128, PDL=False
+    )
+    tiles = [e for e in range(EXPERTS) for _ in range(-(-int(counts[e]) // 16))]
+    assert tile_expert[: int(total)].tolist() == tiles
+    for e in range(EXPERTS):
+        assert not counts[e] or int(first[e]) == tiles.index(e)
+        mine = placed[int(first[e]) * 16 :][: int(counts[e])]
+        assert set(mine.tolist()) == set((experts == e).nonzero().flatten().tolist())
+
+
+def test_projections() -> None:
+    gen = torch.Generator().manual_seed(5)
+    x, norm = torch.randn(5, WIDTH, generator=gen), torch.randn(WIDTH, generator=gen) * 0.2
+    weight = torch.randn(48, WIDTH, generator=gen)
+    out, normed = torch.full((5, 48), float("nan")), torch.full((7 * WIDTH,), float("nan"))
+    project_many(x, norm, weight, normed, out, eps=EPS)
+    expected = gemma_rms_norm(x, norm, EPS) @ weight.T
+    torch.testing.assert_close(out, expected)
+    back = x + out @ weight
+    add_project_many(x, out, weight.T.contiguous())
+    torch.testing.assert_close(x, back)

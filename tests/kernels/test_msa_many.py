@@ -1,0 +1,120 @@
+"""Sparse attention of many tokens in Triton's interpreter, against the torch references. fp32 data: the interpreter
+does bf16 arithmetic on the raw bits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton and each kernel are imported, so it must precede both
+pytest.importorskip("triton", reason="triton is not installed")
+if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
+    pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4", allow_module_level=True)
+
+from longturn.kernels.msa_many import MsaManyPlan, MsaManyScratch, msa_many_tokens
+from longturn.kernels.msa_many_scores import top_blocks
+from longturn.kernels.msa_plan import MsaNorms, MsaShape
+from longturn.kernels.pages import PageLayout
+from longturn.ops.msa import select_blocks
+from tests.kernels.many_steps import EPS, expected_attention, many_step
+
+LAYOUT = PageLayout(layers=2, kv_heads=2, head_dim=32, index_dim=32)
+Q_HEADS, LAYER, BLOCKS, PAGES = 8, 1, 24, 60
+INV_FREQ = 10000.0 ** (-torch.arange(8, dtype=torch.float32) / 8)
+SHAPE = MsaShape(q_heads=Q_HEADS, layout=LAYOUT, rotary_dim=16, max_blocks=BLOCKS, eps=EPS)
+PLAN = MsaManyPlan(score_items=7, score_programs=3, score_tokens=32, piece=32, attend_tokens=16, attend_programs=3)
+
+
+def page_table(spans: list[tuple[int, int]], gen: torch.Generator) -> torch.Tensor:
+    """Rows share whole cached pages of one prefix, in shuffled order, and own what they write."""
+    order = torch.randperm(PAGES - 1, generator=gen).int() + 1
+    shared, own = order[:BLOCKS], iter(order[BLOCKS:].tolist())
+    table = torch.zeros(len(spans), BLOCKS, dtype=torch.int32)
+    for r, (cached, new) in enumerate(spans):
+        whole, last = cached // 128, (cached + new - 1) // 128
+        table[r, :whole] = shared[:whole]
+        for block in range(whole, last + 1):
+            table[r, block] = next(own)
+    return table
+
+
+def poisoned(scratch: MsaManyScratch) -> MsaManyScratch:
+    for buffer in vars(scratch).values():
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 77)
+    return scratch
+
+
+@pytest.mark.parametrize(
+    ("spans", "bucket", "plan"),
+    [
+        ([(0, 1)], 4, PLAN),
+        ([(0, 3), (126, 1), (120, 10)], 18, PLAN),
+        ([(127, 2), (2047, 1), (2048, 1)], 8, replace(PLAN, score_items=15, score_programs=4, score_tokens=64)),
+        ([(2048, 1), (2049, 2), (127, 1), (0, 1)], 6, replace(PLAN, attend_tokens=4, attend_programs=7)),
+        ([(2110, 35)], 36, replace(PLAN, piece=64, score_items=1, score_programs=1)),
+        ([(2940, 12), (2816, 5)], 20, replace(PLAN, score_tokens=16, attend_programs=1)),
+    ],
+)
+def test_msa_many_is_the_reference(spans: list[tuple[int, int]], bucket: int, plan: MsaManyPlan) -> None:
+    gen = torch.Generator().manual_seed(bucket)
+    norms = MsaNorms(*(torch.randn(LAYOUT.head_dim, generator=gen) * 0.2 for _ in range(4)))
+    cache = torch.randn(PAGES, LAYOUT.page_stride, generator=gen)
+    cache[0] = float("nan")
+    step = many_step(spans, bucket, page_table(spans, gen), INV_FREQ, LAYOUT.head_dim)
+    projected = torch.randn(bucket, SHAPE.projected_width, generator=gen)
+    expected, expected_cache = expected_attention(projected, step, norms, cache, LAYOUT, LAYER, Q_HEADS, INV_FREQ)
+    out = torch.full((bucket, Q_HEADS * LAYOUT.head_dim), float("nan"))
+    # Room for a larger bucket: a step uses the beginning.
+    scratch = poisoned(MsaManyScratch.allocate(bucket + 50, PAGES, SHAPE, plan, cache))
+    msa_many_tokens(projected, step, norms, cache, LAYER, out, SHAPE, plan, scratch)
+    torch.testing.assert_close(cache, expected_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_scratch_may_hold_an_earlier_step() -> None:
+    """Lengths that shrink and grow again over the same buffers leave nothing behind."""
+    gen = torch.Generator().manual_seed(3)
+    norms = MsaNorms(*(torch.randn(LAYOUT.head_dim, generator=gen) * 0.2 for _ in range(4)))
+    scratch = poisoned(MsaManyScratch.allocate(8, PAGES, SHAPE, PLAN, torch.empty(0)))
+    for spans in ([(2304, 8)], [(300, 5), (0, 1)], [(2450, 7)]):
+        cache = torch.randn(PAGES, LAYOUT.page_stride, generator=gen)
+        step = many_step(spans, 8, page_table(spans, gen), INV_FREQ, LAYOUT.head_dim)
+        projected = torch.randn(8, SHAPE.projected_width, generator=gen)
+        expected, _ = expected_attention(projected, step, norms, cache, LAYOUT, LAYER, Q_HEADS, INV_FREQ)
+        out = torch.full((8, Q_HEADS * LAYOUT.head_dim), float("nan"))
+        msa_many_tokens(projected, step, norms, cache, LAYER, out, SHAPE, PLAN, scratch)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("init", "local"), [(0, 1), (2, 3), (1, 2)])
+def test_top_blocks(init: int, local: int) -> None:
+    """Ties, NaN, forced blocks, fewer blocks than 16; and the lists' lengths."""
+    gen = torch.Generator().manual_seed(init)
+    at = torch.tensor([5, 127, 128, 15 * 128, 16 * 128 + 3, 150 * 128, -1, 199 * 128], dtype=torch.int32)
+    tokens, kv, pages = len(at), 2, 300
+    scores = torch.randint(0, 9, (tokens, kv, 256), generator=gen).float() - 4  # many ties
+    scores[5, 1, 20:60] = float("nan")
+    scores[7, 0, :] = float("nan")
+    block = torch.arange(256)
+    expected = select_blocks(scores, at.long().clamp(min=0), 16, init, local)
+    expected[at < 0] = -1
+    scores[:, :, :init] = float("nan")
+    scores.masked_fill_((block >= (at.long() // 128 + 1 - local)[:, None])[:, None, :], float("nan"))
+    table = torch.randperm(pages - 1, generator=gen)[:200].int()[None] + 1
+    selected, ranks = torch.full((2, tokens, kv, 16), 99, dtype=torch.int32)
+    counts = torch.zeros(kv, pages, dtype=torch.int32)
+    top_blocks[(tokens * kv,)](
+        at, torch.zeros_like(at), table, 200, scores, 256, selected, ranks, counts, pages,
+        KV_HEADS=kv, PAGE=128, TOP=16, INIT=init, LOCAL=local, GROUPS=8, PDL=False,
+    )  # fmt: skip
+    assert torch.equal(selected.long().sort(-1).values, expected.sort(-1).values)
+    live = selected >= 0
+    for head in range(kv):
+        pages_of = table[0][selected[:, head][live[:, head]].long()].long()
+        assert torch.equal(counts[head], torch.bincount(pages_of, minlength=pages).int())
+        places = set(zip(pages_of.tolist(), ranks[:, head][live[:, head]].tolist(), strict=True))
+        assert places == {(p, i) for p in range(pages) for i in range(int(counts[head, p]))}
