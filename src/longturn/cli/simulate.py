@@ -1,0 +1,190 @@
+"""Replay agent sessions on hardware that is not there: the real scheduler in virtual time, kernels by a cost model.
+
+`longturn simulate validate` compares with published points, `simulate fit` derives the calibration, `simulate what-if`
+shows what a faster kernel does to users.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longturn.cli.agentx import PRESET_NAMES, concurrency
+from longturn.cli.options import check_number
+from longturn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from longturn.report.point import Point
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    parser.add_argument(
+        "--layout",
+        default="tp4",
+        metavar="L,L",
+        help="tp4, ep4, tp8ep4, dep4 (attention data parallel); dp2tp4 for two replicas; a curve each [tp4]",
+    )
+    add_load(parser, concurrency_default="8")
+    parser.add_argument(
+        "--sweep", action="store_true", help="try every layout that fits, and print the best at each interactivity"
+    )
+    parser.add_argument("--chips", type=int, default=8, metavar="N", help="most chips of a layout, with --sweep [8]")
+    parser.add_argument(
+        "--target-itl",
+        metavar="MS,MS",
+        help="a curve for each of these scheduler.target_itl_ms: how long a step with chunks may take",
+    )
+    parser.add_argument(
+        "--at", action="append", type=float, metavar="X", help="with --sweep, name the winner here, tok/s; repeatable"
+    )
+    parser.add_argument("--no-band", action="store_true", help="leave out the two runs that give the uncertainty band")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes [1]")
+    parser.add_argument("--name", metavar="TEXT", help="name of the curve [model, platform and layout]")
+    parser.add_argument("--events", metavar="FILE", help="write one line for every request sent and ended")
+    parser.add_argument(
+        "--out", default="results/simulate", metavar="DIR", help="one JSON a point, page [results/simulate]"
+    )
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Flags for what is simulated."""
+    group = parser.add_argument_group("what is simulated")
+    group.add_argument("--model", default="m3", metavar="NAME", help="m3, m3.1-flash ..., or a config.json [m3]")
+    group.add_argument(
+        "--platform",
+        default="gb300",
+        metavar="NAME",
+        help="h200, b200, b300, gb200, gb300, vr-nvl72, or a file [gb300]",
+    )
+    group.add_argument(
+        "--formats", default="nvfp4", metavar="NAME", help="of weights and cache: bf16, mxfp8, nvfp4, nvfp4-kv4 [nvfp4]"
+    )
+    group.add_argument("--kernels", metavar="FAMILY", help="kernel family of the platform's calibration [its default]")
+    group.add_argument(
+        "--drafter", metavar="NAME:K", help="draft model and drafts a step, such as eagle3-gqa-m3:3 [none]"
+    )
+    group.add_argument("--no-locality", action="store_true", help="weights not placed by locality domain (Vera Rubin)")
+    group.add_argument(
+        "--host-memory",
+        type=float,
+        default=0.0,
+        metavar="GB",
+        help="a chip, for pages that leave it [0: no second tier]",
+    )
+    group.add_argument(
+        "--memory-share", type=float, default=0.9, metavar="F", help="of a chip's memory that is used [0.9]"
+    )
+    group.add_argument(
+        "--router", default="session", metavar="NAME", help="session, round-robin, least-loaded [session]"
+    )
+    group.add_argument(
+        "--request-ms", type=float, metavar="MS", help="from a client's send to the engine [3, or as the platform file]"
+    )
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        dest="sets",
+        help="a setting of the engine, such as scheduler.step_tokens=16384; may be repeated",
+    )
+
+
+def add_load(parser: argparse.ArgumentParser, *, concurrency_default: str) -> None:
+    """Flags for what is replayed, as `bench agentx` has them."""
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--traces",
+        nargs="+",
+        default=["workshop.json"],
+        metavar="PATH",
+        help="trace files, folders, or traces that come with the package [workshop.json]",
+    )
+    load.add_argument(
+        "--concurrency",
+        default=concurrency_default,
+        metavar="N,N",
+        help=f"session trees alive at once, one point each [{concurrency_default}]",
+    )
+    load.add_argument("--preset", choices=PRESET_NAMES, default="agentx", help="rules of the replay [agentx]")
+    load.add_argument("--duration", type=float, metavar="S", help="simulated seconds of each point [as the preset]")
+    load.add_argument("--seed", type=int, metavar="N", help="of sessions and start points [as the preset, or 42]")
+    load.add_argument("--max-context", type=int, metavar="N", help="drop requests of more tokens, output included")
+    load.add_argument(
+        "--scale-context", type=float, default=1.0, metavar="F", help="shrink sessions, keeping their structure [1]"
+    )
+    load.add_argument("--no-split", action="store_true", help="look for no agents in flattened captures")
+    load.add_argument("--derive-system", action="store_true", help="find system prompts that captures do not declare")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_arguments(args)
+
+    import json
+
+    from longturn.cli.simulate_point import points_text
+    from longturn.cli.simulate_run import run_points
+    from longturn.cli.simulate_setup import plan_simulation
+    from longturn.cli.simulate_sweep import sweep_text, winners
+    from longturn.report.point import point_to_json, save_point
+    from longturn.report.schema import check_writable
+    from longturn.report.sweep import write_sweep
+
+    plan = plan_simulation(args)
+    out = Path(args.out)
+    check_writable(out)
+    points: list[Point] = run_points(plan, jobs=args.jobs, progress=_progress if sys.stderr.isatty() else None)
+    for point in points:
+        save_point(point, out / f"simulate-{_slug(point.configuration)}-{point.concurrency:04d}.json")
+    page = out / "index.html"
+    write_sweep(points, "Simulated agent sessions", page)
+    best = winners(points, args.at or []) if args.sweep else []
+    if args.json:
+        shown = [json.loads(point_to_json(point)) for point in points]
+        print(json.dumps({"points": shown, "winners": best} if args.sweep else shown))
+    else:
+        print(points_text(points), end="\n\n")
+        if args.sweep:
+            print(sweep_text(points, best), end="\n\n")
+        for line in plan.left_out:
+            print(f"left out: {line}")
+        print(f"results: {out}\npage:    {page.resolve().as_uri()}")
+    return 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises ConfigError for values out of range, before anything is loaded."""
+    concurrency(args.concurrency)
+    check_target(args)
+    check_number("--chips", args.chips, 1)
+    check_number("--jobs", args.jobs, 1)
+    for value in args.at or []:
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"--at must be more than 0, not {value}")
+    if args.events is not None and (args.jobs > 1 or args.sweep):
+        raise ConfigError("--events needs one process and no --sweep: its lines are those of the points in order")
+
+
+def check_target(args: argparse.Namespace) -> None:
+    """The part of it for what is simulated."""
+    check_number("--host-memory", args.host_memory, 0)
+    if not 0 < args.memory_share <= 1:
+        raise ConfigError(f"--memory-share must be above 0 and at most 1, not {args.memory_share}")
+    if args.request_ms is not None:
+        check_number("--request-ms", args.request_ms, 0)
+    if args.max_context is not None:
+        check_number("--max-context", args.max_context, 2)
+
+
+def _slug(name: str) -> str:
+    """A configuration's name as part of a file's name."""
+    return "-".join("".join(c if c.isalnum() or c in "._" else " " for c in name.lower()).split())
+
+
+def _progress(done: int, total: int, name: str) -> None:
+    print(f"\r\033[K{done} of {total} simulated{'' if done == total else ', ' + name}", end="", file=sys.stderr)
+    if done == total:
+        print(file=sys.stderr)

@@ -1,0 +1,132 @@
+"""Derive a calibration: of the platforms that ship from kernel tables, or of this machine from steps measured here."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longturn.cli.options import check_number
+from longturn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from longturn.simulate.linear import StepsPlatform
+    from longturn.simulate.linear_fit import TimedRequest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    tables = parser.add_argument_group("from kernel tables")
+    tables.add_argument("--tables", metavar="DIR", help="folder of measured kernel tables (*.parquet)")
+    tables.add_argument("--platform", metavar="A,B", help="these platforms only [all with a recipe]")
+    tables.add_argument("--write", action="store_true", help="write the constants into the platform files that ship")
+    here = parser.add_argument_group("from this machine")
+    here.add_argument("--measure", metavar="FILE", help="measure steps of the engine here, and write a platform file")
+    here.add_argument("--model", metavar="DIR", help="model directory or GGUF file [the embedded model]")
+    here.add_argument("--config", metavar="FILE", help="YAML file with settings, as for `longturn serve`")
+    here.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", dest="sets", help="a setting; may be repeated"
+    )
+    here.add_argument("--repeats", type=int, default=5, metavar="N", help="timings of each step [5]")
+    here.add_argument(
+        "--points",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="points of `bench agentx --concurrency 1`: what requests wait beside their steps",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    check_number("--repeats", args.repeats, 1)
+    if (args.tables is None) == (args.measure is None):
+        raise ConfigError("give --tables DIR for platforms that ship, or --measure FILE for this machine")
+    return _fit_tables(args) if args.tables is not None else _fit_here(args)
+
+
+def _fit_tables(args: argparse.Namespace) -> int:
+    import json
+
+    from longturn.simulate.fit.run import RECIPES, fit_platforms, write_platforms
+
+    names = tuple(args.platform.split(",")) if args.platform else tuple(RECIPES)
+    lines: list[str] = []
+    families = fit_platforms(Path(args.tables), lines.append if args.json else print, names=names)
+    if args.write:
+        write_platforms(families)
+    if args.json:
+        print(json.dumps({"residuals": lines, "written": args.write}))
+    elif not args.write:
+        print("nothing was written: --write puts these constants into the platform files")
+    return 0
+
+
+def _fit_here(args: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+    import sys
+
+    from longturn.cli.machine import cpu_name
+    from longturn.cli.options import config_from_args
+    from longturn.cli.simulate_measure import measure_engine
+    from longturn.cli.simulate_setup import settings_of
+    from longturn.report.schema import write_whole
+    from longturn.simulate.linear import ServedModel, StepsPlatform, steps_platform_text
+    from longturn.simulate.linear_fit import fit_request_ns, fit_steps
+    from longturn.source import resolve_source
+
+    config = config_from_args(argparse.Namespace(config=args.config, model_dir=args.model, sets=args.sets))
+    requests = _requests([Path(name) for name in args.points])
+    measured = measure_engine(config, lambda line: print(line, file=sys.stderr), repeats=args.repeats)
+    info = measured.info
+    constants = fit_steps(measured.steps, measured.host_ns)
+    if requests:
+        waited = fit_request_ns(constants, requests, config.scheduler.step_tokens)
+        constants = dataclasses.replace(constants, request_ns=float(f"{waited:.6g}"))
+    served = settings_of([text for text in args.sets if text.startswith(("scheduler.", "cache."))])
+    settings = {name: value for name, value in served.items() if name not in ("cache.memory_bytes", "cache.dtype")}
+    platform: StepsPlatform = StepsPlatform(
+        name=Path(args.measure).stem,
+        title=f"{cpu_name()}, {info.device}",
+        chip=cpu_name(),
+        source=f"longturn simulate fit --measure, {len(measured.steps)} steps, {args.repeats} timings each",
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        model=ServedModel(
+            name=resolve_source(config.model).name,
+            quantisation=info.quantisation,
+            kv_cache=info.kv_cache,
+            pages=info.pages,
+            page_bytes=info.page_bytes,
+            rows=info.rows,
+            max_context_tokens=info.max_context_tokens,
+            vocab_size=info.vocab_size,
+        ),
+        constants=constants,
+        settings=settings,
+    )
+    write_whole(Path(args.measure), steps_platform_text(platform).encode())
+    told: dict[str, Any] = dataclasses.asdict(constants)
+    if args.json:
+        print(json.dumps({"platform": args.measure, **told}))
+    else:
+        print(f"{len(measured.steps)} steps: {constants.rms:.1%} rms, {constants.worst:.0%} worst")
+        print(f"platform: {args.measure}")
+    return 0
+
+
+def _requests(paths: list[Path]) -> list[TimedRequest]:
+    """Requests of measured points' timelines."""
+    from longturn.report.point import load_point
+    from longturn.simulate.linear_fit import TimedRequest
+
+    found = []
+    for path in paths:
+        point = load_point(path)
+        if point.source != "measured" or point.concurrency != 1 or point.timeline is None:
+            raise ConfigError(f"{path}: --points takes measured points of concurrency 1 with a timeline")
+        found += [
+            TimedRequest(one.cached_tokens or 0, one.prompt_tokens, (one.first_ms - one.start_ms) * 1e6)
+            for one in point.timeline.requests
+            if one.first_ms is not None and one.prompt_tokens is not None
+        ]
+    return found

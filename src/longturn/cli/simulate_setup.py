@@ -1,0 +1,253 @@
+"""What the arguments of `simulate` stand for: targets, deployments, sessions."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from longturn.bench.presets import Rules
+from longturn.bench.traces.tree import SessionTree
+from longturn.cli.agentx import concurrency
+from longturn.cli.agentx_sweep import plan_sweep
+from longturn.errors import ConfigError
+from longturn.simulate.cost.options import CostOptions, Drafter
+from longturn.simulate.deployment import Deployment, Target, engine_spec, parse_deployment
+from longturn.simulate.drafts import load_drafter
+from longturn.simulate.flights import check_timings
+from longturn.simulate.formats import formats_named
+from longturn.simulate.linear import StepsPlatform, is_steps_platform, linear_spec, load_steps_platform
+from longturn.simulate.platform import load_platform, platform_path
+from longturn.simulate.replicas import EngineSpec
+from longturn.simulate.shapes import load_shape
+from longturn.simulate.sweep import candidates
+
+REQUEST_MS = 3.0
+"""Rendering and hashing a long conversation's new part, HTTP and a message to the engine: docs/performance.md has
+1.5 ms for hashing 142,000 tokens and below 1 ms for the rest."""
+_DEFAULT_SEED = 42
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One curve of a simulation."""
+
+    name: str
+    deployment: Deployment
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationPlan:
+    """What is simulated."""
+
+    args: argparse.Namespace
+    target: Target | StepsPlatform
+    variants: tuple[Variant, ...]
+    trees: list[SessionTree]
+    """Scaled and filtered."""
+    dropped: int
+    """Requests that --max-context left out."""
+    rules: Rules
+    seed: int
+    lanes: list[int]
+    """Session trees alive at once, one point each."""
+    request_ns: int
+    left_out: tuple[str, ...] = ()
+    """Layouts that a sweep could not use, with the reason."""
+
+    def spec(self, variant: Variant, *, scale: float = 1.0) -> EngineSpec:
+        """Raises ConfigError as `engine_spec`."""
+        return spec_of(self.target, variant, scale=scale)
+
+
+def spec_of(target: Target | StepsPlatform, variant: Variant, *, scale: float = 1.0) -> EngineSpec:
+    """The engines of one curve. Raises ConfigError as `engine_spec`."""
+    if isinstance(target, StepsPlatform):
+        return linear_spec(target, variant.settings, scale=scale)
+    fields = {name: getattr(target, name) for name in ("platform", "shape", "formats", "options")}
+    named = Target(**fields, settings=variant.settings, host_bytes=target.host_bytes, memory_share=target.memory_share)
+    return engine_spec(named, variant.deployment, scale=scale)
+
+
+def plan_simulation(args: argparse.Namespace) -> SimulationPlan:
+    """What the checked arguments stand for; reads the traces, and tries every layout.
+
+    Raises:
+        ConfigError: an unknown platform, model, layout ..., a layout that does not fit, or nothing is left to replay.
+        TraceError: a trace cannot be read.
+    """
+    target = target_of(args)
+    settings = settings_of(args.sets)
+    trees, dropped, rules = sessions_of(args)
+    seed = args.seed if args.seed is not None else rules.seed if rules.seed is not None else _DEFAULT_SEED
+    variants, left_out = _variants(args, target, settings)
+    if not variants:
+        raise ConfigError(f"no layout of at most {args.chips} chips fits: {left_out[0]}")
+    plan = SimulationPlan(
+        args, target, tuple(variants), trees, dropped, rules, seed, concurrency(args.concurrency),
+        request_ns_of(args, target), tuple(left_out),
+    )  # fmt: skip
+    for variant in variants:
+        check_fits(trees, plan.spec(variant), variant.name)
+    return plan
+
+
+def target_of(args: argparse.Namespace) -> Target | StepsPlatform:
+    """The platform, and the model on it where the platform's file does not say. Raises ConfigError."""
+    path = platform_path(args.platform)
+    if is_steps_platform(path):
+        return load_steps_platform(path)
+    options = CostOptions(
+        family=args.kernels, locality=not args.no_locality, drafter=drafter_of(args.drafter),
+        factors=getattr(args, "factors", MappingProxyType({})),
+    )  # fmt: skip
+    return Target(
+        platform=load_platform(args.platform),
+        shape=load_shape(args.model),
+        formats=formats_named(args.formats),
+        options=options,
+        host_bytes=round(args.host_memory * 1e9),
+        memory_share=args.memory_share,
+    )
+
+
+def drafter_of(text: str | None) -> Drafter | None:
+    """`eagle3-gqa-m3:3`. Raises ConfigError."""
+    if text is None:
+        return None
+    name, colon, drafts = text.partition(":")
+    if not colon or not drafts.isdecimal():
+        raise ConfigError(f"--drafter must be NAME:K with K drafts a step, not '{text}'")
+    return load_drafter(name, int(drafts))
+
+
+def settings_of(sets: list[str]) -> dict[str, Any]:
+    """`scheduler.step_tokens=16384` as names and values. Raises ConfigError for anything without a `=`."""
+    found: dict[str, Any] = {}
+    for assignment in sets:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set '{assignment}' is not A.B=C")
+        found[name.strip()] = _value(text.strip())
+    return found
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text in ("true", "false"):
+        return text == "true"
+    kinds: tuple[type[int], type[float]] = (int, float)
+    for kind in kinds:
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def sessions_of(args: argparse.Namespace) -> tuple[list[SessionTree], int, Rules]:
+    """Sessions, how many requests were dropped, and the rules. Raises ConfigError and TraceError."""
+    load = argparse.Namespace(**{**vars(args), "inproc": False, "api": "completions", "token_ids": None})
+    plan = plan_sweep(load)
+    check_timings(plan.trees)
+    return plan.trees, plan.dropped, plan.rules
+
+
+def request_ns_of(args: argparse.Namespace, target: Target | StepsPlatform) -> int:
+    """From a client's send to the engine."""
+    if args.request_ms is not None:
+        asked_ms: float = args.request_ms
+        return round(asked_ms * 1e6)
+    if isinstance(target, StepsPlatform):
+        return round(target.constants.request_ns)
+    return round(REQUEST_MS * 1e6)
+
+
+def check_fits(trees: list[SessionTree], spec: EngineSpec, name: str) -> None:
+    """Raises ConfigError if a request is longer than a simulated engine holds."""
+    pages = spec.near_pages if spec.near_pages is not None else spec.info.pages
+    limit = min(spec.info.max_context_tokens, (pages - 1) * 128)
+    tree, longest = max(
+        ((tree, request) for tree in trees for request in tree.requests()),
+        key=lambda pair: pair[1].input_tokens + pair[1].output_tokens,
+    )
+    needed = longest.input_tokens + max(1, longest.output_tokens)
+    if needed > limit:
+        raise ConfigError(
+            f"{tree.source}: {longest.place} needs {needed:,} tokens, {name} holds {limit:,}: give --max-context "
+            f"{limit} to drop such requests, or shrink the sessions with --scale-context"
+        )
+
+
+def _variants(
+    args: argparse.Namespace, target: Target | StepsPlatform, settings: Mapping[str, Any]
+) -> tuple[list[Variant], list[str]]:
+    """The curves, and what a sweep leaves out."""
+    if isinstance(target, StepsPlatform):
+        if args.sweep:
+            raise ConfigError(f"platform {target.name}: a platform of measured steps has one layout, nothing to sweep")
+        name = args.name or f"{target.model.name} on {target.chip}"
+        return [Variant(name, parse_deployment("tp1"), settings)], []
+    base = args.name or f"{target.shape.name} on {target.platform.name}"
+    if args.sweep:
+        deployments = candidates(min(args.chips, int(target.platform.value("scale_up_chips"))))
+    else:
+        deployments = [parse_deployment(text) for text in dict.fromkeys(args.layout.split(","))]
+    kept: list[Variant] = []
+    left_out: list[str] = []
+    for deployment in deployments:
+        for target_ms in _numbers("--target-itl", args.target_itl) if args.target_itl else [None]:
+            more = {} if target_ms is None else {"scheduler.target_itl_ms": target_ms}
+            step = "" if target_ms is None else f", steps of {target_ms:g} ms"
+            variant = Variant(f"{base} {deployment.name}{step}", deployment, {**settings, **more})
+            try:
+                spec_of(target, variant)
+            except ConfigError as error:
+                if not args.sweep:
+                    raise
+                if not left_out or left_out[-1] != str(error):
+                    left_out.append(str(error))
+                continue
+            kept.append(variant)
+    return kept, left_out
+
+
+def _numbers(flag: str, text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} must be numbers with commas between, not '{text}'") from None
+    if any(not 0 <= value < float("inf") for value in found):
+        raise ConfigError(f"{flag} must be numbers of at least 0, not '{text}'")
+    return found
+
+
+def command_of(args: argparse.Namespace, layout: str, lanes: int, settings: Mapping[str, Any]) -> str:
+    """The command that repeats one point, without this machine's folders."""
+    parts = ["longturn", "simulate", "--platform", _base(args.platform), "--model", _base(args.model)]
+    parts += ["--formats", args.formats, "--layout", layout, "--concurrency", str(lanes)]
+    parts += ["--traces", *map(_base, args.traces), "--preset", args.preset]
+    for flag, value in (
+        ("--kernels", args.kernels), ("--drafter", args.drafter), ("--duration", args.duration),
+        ("--seed", args.seed), ("--max-context", args.max_context), ("--request-ms", args.request_ms),
+    ):  # fmt: skip
+        parts += [flag, f"{value:.15g}" if isinstance(value, float) else str(value)] if value is not None else []
+    for flag, value, usual in (
+        ("--host-memory", args.host_memory, 0.0), ("--memory-share", args.memory_share, 0.9),
+        ("--scale-context", args.scale_context, 1.0), ("--router", args.router, "session"),
+    ):  # fmt: skip
+        parts += [flag, f"{value:g}" if isinstance(value, float) else value] if value != usual else []
+    for name, value in settings.items():
+        parts += ["--set", f"{name}={str(value).lower() if isinstance(value, bool) else value}"]
+    switches = (
+        ("--no-locality", args.no_locality), ("--no-split", args.no_split), ("--derive-system", args.derive_system),
+    )  # fmt: skip
+    return shlex.join([*parts, *(flag for flag, on in switches if on)])
+
+
+def _base(name: str) -> str:
+    return Path(name).name if Path(name).is_absolute() else name

@@ -1,0 +1,234 @@
+"""The verb: points and page, sweeps, what-ifs, validation, and bad input in one line each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longturn.cli.main import SIMULATE_VERBS, main
+from longturn.cli.simulate_sweep import winners
+from longturn.report.point import Point, load_point
+from longturn.report.schema import ResultError
+from longturn.simulate.linear import steps_platform_text
+from tests.bench.make_traces import row, session
+from tests.simulate.test_linear import PLATFORM
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """A session of ten turns of some thousand tokens."""
+    path = tmp_path / "small.json"
+    rows = [row(4.0 * n, list(range(60 + 12 * n)), api=1.0, out=40, block=64) for n in range(10)]
+    path.write_text(json.dumps({**session(rows, block=64), "id": "small"}))
+    return str(path)
+
+
+def simulate(out: Path, trace: str, *more: str) -> int:
+    load = ["--traces", trace, "--preset", "quick", "--duration", "20", "--out", str(out)]
+    return main(["simulate", *load, *more])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) != 0
+    shown = capsys.readouterr().err.strip()
+    assert shown.startswith("longturn: error: ") and "\n" not in shown
+    return shown
+
+
+def test_points_with_bands_and_a_page(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    more = ["--layout", "tp4,dp2tp4", "--concurrency", "1,3", "--drafter", "eagle3-gqa-m3:3"]
+    assert simulate(out, trace, *more, "--events", str(tmp_path / "events")) == 0
+    shown = capsys.readouterr().out
+    points = [load_point(path) for path in sorted(out.glob("*.json"))]
+    assert len(points) == 4 and (out / "index.html").exists() and "m3 on gb300 dp2tp4" in shown
+    for point in points:
+        assert point.source == "simulated" and point.band is not None and 0 < point.band.relative < 1
+        slow, fast, speeds = point.band.slow.interactivity, point.band.fast.interactivity, point.metrics.interactivity
+        assert slow is not None and fast is not None and speeds is not None
+        assert slow.p90 < speeds.p90 < fast.p90
+        assert (point.speculation.mode, point.speculation.acceptance_length) == ("synthetic", 2.78)
+        assert point.layout.tensor == 4 and point.platform.chips in (4, 8) and point.layout.data in (1, 2)
+        assert point.client is not None and point.client.startswith("longturn-simulate ")
+        assert str(tmp_path) not in point.command and "--layout" in point.command
+    page = (out / "index.html").read_text()
+    assert "simulated ±" in page
+    assert len((tmp_path / "events").read_text().splitlines()) > 20
+
+
+def test_the_same_command_twice_gives_the_same_figures_and_events(tmp_path: Path, trace: str) -> None:
+    for name in ("one", "two"):
+        assert simulate(tmp_path / name, trace, "--events", str(tmp_path / f"{name}.txt"), "--concurrency", "2") == 0
+    one, two = (load_point(next((tmp_path / name).glob("*.json"))) for name in ("one", "two"))
+    assert one.metrics == two.metrics and one.band == two.band and one.timeline == two.timeline
+    assert (tmp_path / "one.txt").read_bytes() == (tmp_path / "two.txt").read_bytes()
+
+
+def test_a_sweep_names_winners_and_what_was_left_out(
+    tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--sweep", "--chips", "4", "--concurrency", "1,2", "--at", "20", "--at", "100000", "--no-band", "--json"]
+    assert simulate(tmp_path / "out", trace, *more, "--platform", "b300") == 0
+    shown = json.loads(capsys.readouterr().out)
+    layouts = {point["flags"]["layout"] for point in shown["points"]}
+    assert layouts >= {"tp2", "ep4", "dep4"} and "tp1" not in layouts
+    reached, beyond = shown["winners"]
+    assert reached["configuration"] is not None and reached["ahead"] >= 1 and beyond["configuration"] is None
+    assert simulate(tmp_path / "out", trace, "--sweep", "--chips", "2", "--concurrency", "1", "--platform", "b300") == 0
+    text = capsys.readouterr().out
+    assert "left out: m3 in layout tp1 does not fit on b300" in text and "frontier" in text
+
+
+def test_winners_by_hand(tmp_path: Path, trace: str) -> None:
+    assert simulate(tmp_path / "out", trace, "--no-band", "--concurrency", "1") == 0
+    base = load_point(next((tmp_path / "out").glob("*.json")))
+    assert base.metrics.interactivity is not None
+
+    def point(name: str, speed: float, rate: float) -> Point:
+        import msgspec
+
+        speeds = msgspec.structs.replace(base.metrics.interactivity, p90=speed)
+        metrics = msgspec.structs.replace(base.metrics, interactivity=speeds, total_tokens_per_s=rate)
+        return msgspec.structs.replace(base, configuration=name, metrics=metrics)
+
+    points = [point("a", 50, 100), point("a", 100, 40), point("b", 80, 60), point("b", 120, 30)]
+    at = {one["interactivity"]: one for one in winners(points, [50, 75, 110, 130])}
+    assert (at[50]["configuration"], at[50]["next"]) == ("a", "b") and at[50]["ahead"] == pytest.approx(100 / 60)
+    assert at[75]["configuration"] == "a" and at[75]["total_tokens_per_s_per_chip"] == pytest.approx(70)
+    assert at[110]["configuration"] == "b" and at[110]["next"] is None and at[130]["configuration"] is None
+
+
+def test_what_if_stands_beside_amdahl(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--traces", trace, "--preset", "quick", "--duration", "20", "--concurrency", "2"]
+    assert main(["simulate", "what-if", *load, "--kernel", "experts=1.5", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["amdahl"] == pytest.approx(1 / (1 - found["shares"]["experts"] * (1 - 1 / 1.5)), rel=1e-3)
+    assert found["after"]["itl_p50_ms"] < found["before"]["itl_p50_ms"]
+    assert main(["simulate", "what-if", *load, "--chip-value", "hbm_bandwidth=2"]) == 0
+    assert "better by" in capsys.readouterr().out
+
+
+def test_locality_domains_on_and_off(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--traces", trace, "--preset", "quick", "--duration", "10", "--concurrency", "2"]
+    assert main(["simulate", "what-if", *load, "--platform", "vr-nvl72", "--locality", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["configuration"].split()[-1] for one in found] == ["tp2", "tp4", "ep2", "ep4"]
+    for one in found:
+        assert one["amdahl"] is None and one["after"]["itl_p50_ms"] <= one["before"]["itl_p50_ms"] * 1.02
+    assert "no locality domains" in refused(capsys, "simulate", "what-if", *load, "--locality", "--platform", "b300")
+
+
+def test_validate_lists_what_it_does_not_predict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "validate", "--platform", "vr-nvl72"]) == 0
+    shown = capsys.readouterr().out
+    assert "vr-nvl72 experts: mean absolute error" in shown and "not predicted by the cost model alone:" in shown
+    assert main(["simulate", "validate", "--platform", "vr-nvl72", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["points"] and found["not_modelled"] and found["agentx"] == []
+    assert {one["platform"] for one in found["points"]} == {"vr-nvl72"}
+
+
+def test_a_platform_of_measured_steps(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(steps_platform_text(PLATFORM))
+    more = ["--platform", str(path), "--concurrency", "2", "--set", "scheduler.max_running=4"]
+    assert simulate(tmp_path / "out", trace, *more, "--scale-context", "0.5") == 0
+    point = load_point(next((tmp_path / "out").glob("*.json")))
+    assert (point.model.name, point.platform.chip, point.model.quantisation) == ("tiny", "abacus", "q4_1")
+    assert point.band is not None and point.band.relative == pytest.approx(0.05)
+    text = refused(capsys, "simulate", "--platform", str(path), "--traces", trace, "--sweep", "--scale-context", "0.5")
+    assert "nothing to sweep" in text
+    assert "knows whole steps" in refused(
+        capsys, "simulate", "what-if", "--platform", str(path), "--kernel", "experts=2", "--traces", trace,
+        "--scale-context", "0.5",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--layout", "tp1", "--platform", "b200"], "short by"),
+        (["--layout", "tp3"], "64 heads cannot be split 3 ways"),
+        (["--layout", "wide"], "unknown layout 'wide'"),
+        (["--platform", "b9000"], "unknown platform 'b9000'"),
+        (["--model", "gpt"], "unknown model 'gpt'"),
+        (["--kernels", "magic"], "kernel family 'magic'"),
+        (["--formats", "int3"], "unknown formats 'int3'"),
+        (["--drafter", "eagle3-m3"], "--drafter must be NAME:K"),
+        (["--drafter", "eagle3-m3:99"], "1 to 8 drafts"),
+        (["--router", "magic"], "unknown router 'magic'"),
+        (["--set", "scheduler.magic=1"], "scheduler.magic"),
+        (["--set", "magic"], "is not A.B=C"),
+        (["--memory-share", "2"], "--memory-share"),
+        (["--host-memory", "9999"], "host memory"),
+        (["--target-itl", "fast"], "--target-itl"),
+        (["--concurrency", "0"], "--concurrency"),
+        (["--jobs", "0"], "--jobs"),
+        (["--at", "-1"], "--at"),
+        (["--sweep", "--events", "x"], "--events"),
+    ],
+)
+def test_bad_flags(
+    tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str], flags: list[str], complaint: str
+) -> None:
+    out = tmp_path / "out"
+    shown = refused(capsys, "simulate", "--traces", trace, "--duration", "5", "--out", str(out), *flags)
+    assert complaint in shown
+    assert not list(tmp_path.glob("out/*.json"))
+
+
+def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    untimed, timeless, config = tmp_path / "untimed.json", tmp_path / "timeless.json", tmp_path / "config.json"
+    rows = [row(0.0, [1, 2], api=None), row(0.0, [1, 2, 3], api=None)]
+    timeless.write_text(json.dumps(session(rows)))
+    untimed.write_text(json.dumps(session([{k: v for k, v in one.items() if k != "t"} for one in rows])))
+    config.write_text(json.dumps({"hidden_size": 64, "num_hidden_layers": 2}))
+    assert "all at one time" in refused(capsys, "simulate", "--traces", str(timeless))
+    assert "untimed.json" in refused(capsys, "simulate", "--traces", str(untimed))
+    shown = refused(capsys, "simulate", "--model", str(config))
+    assert "the cost model needs moe_layer_freq" in shown
+    assert "no such file" in refused(capsys, "simulate", "--traces", str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["what-if"], "say what is changed"),
+        (["what-if", "--kernel", "magic=2"], "unknown kernel 'magic'"),
+        (["what-if", "--kernel", "experts=2", "--locality"], "say what is changed"),
+        (["what-if", "--chip-value", "magic=2"], "no magic is known"),
+        (["validate", "--platform", "b9000"], "b9000"),
+        (["fit"], "--tables DIR"),
+        (["fit", "--tables", "nowhere", "--platform", "b9000"], "b9000"),
+        (["fit", "--measure", "x", "--points", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_bad_verbs(capsys: pytest.CaptureFixture[str], argv: list[str], complaint: str) -> None:
+    assert complaint in refused(capsys, "simulate", *argv)
+
+
+def test_help_of_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ([], *([name] for name in SIMULATE_VERBS)):
+        with pytest.raises(SystemExit) as ended:
+            main(["simulate", *verb, "--help"])
+        assert ended.value.code == 0 and "usage: longturn simulate" in capsys.readouterr().out
+
+
+def test_bands_that_cannot_be_are_refused(tmp_path: Path, trace: str) -> None:
+    assert simulate(tmp_path / "out", trace, "--concurrency", "1") == 0
+    path = next((tmp_path / "out").glob("*.json"))
+    good = path.read_bytes()
+    assert b'"relative": 0.' in good
+    path.write_bytes(good.replace(b'"relative": 0.', b'"relative": 7.', 1))
+    with pytest.raises(ResultError, match=r"band\.relative must be 0 or more and below 1"):
+        load_point(path)
+
+
+def test_several_processes_give_the_same_points(tmp_path: Path, trace: str) -> None:
+    for name, jobs in (("one", "1"), ("two", "2")):
+        more = ["--layout", "tp4,ep4", "--concurrency", "1", "--no-band", "--jobs", jobs]
+        assert simulate(tmp_path / name, trace, *more) == 0
+    one, two = ([load_point(path) for path in sorted((tmp_path / name).glob("*.json"))] for name in ("one", "two"))
+    assert [point.metrics for point in one] == [point.metrics for point in two] and len(one) == 2
