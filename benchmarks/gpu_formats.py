@@ -35,6 +35,7 @@ from gpu_decode_stack import (
     shortened,
 )
 from gpu_kernels import check, pages_for
+from gpu_timing import graph_times_us
 from longturn.kernels.moe_few import MoePlan, MoeScratch, moe_few_tokens
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, pack_mxfp8, pack_nvfp4, random_packed
 from longturn.kernels.packed_weights_decode import decode, load_scales, part_columns
@@ -134,25 +135,9 @@ def races(name: str) -> list[str]:
     return lines
 
 
-def time_us(launches: list[Callable[[], None]], rounds: int = 4) -> float:
-    """Mean device time of one launch, all of them in one graph, least of three."""
-    for launch in launches:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for launch in launches:
-                launch()
-    times = []
-    for _ in range(4):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / (rounds * len(launches)))
-    return min(times[1:])
+def time_us(launches: list[Callable[[], None]]) -> float:
+    """Mean device time of one launch, all of them in one graph, least of three after one that warms up."""
+    return min(graph_times_us(launches, rounds=4, replays=4)[1:])
 
 
 def linear_plans(form: WeightFormat, tokens: int) -> dict[str, LinearPlan]:

@@ -36,7 +36,7 @@ VLLM_MS = {
     ("mini60", 16, 32768): 12.96, ("mini60", 32, 8192): 14.43, ("slice8", 1, 4096): 2.68, ("slice8", 1, 131072): 2.79,
     ("slice8", 8, 32768): 7.72, ("slice8", 32, 32768): 14.07,
 }  # fmt: skip
-"""vLLM 0.25.1 on the same card (../shared/reference/h200.md)."""
+"""vLLM 0.25.1 on the same card, ms (docs/performance.md)."""
 
 
 def pages_for(rows: int, context: int) -> int:
@@ -217,7 +217,7 @@ POINTS = {
     "mini60": [(1, 4096), (1, 32768), (1, 131072), (4, 131072), (16, 32768), (32, 8192)],
     "slice8": [(1, 4096), (1, 131072), (8, 32768), (32, 32768)],
 }
-"""Rows and context of ../shared/reference/h200.md's table."""
+"""Rows and context of the table in docs/performance.md."""
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def check(name: str) -> list[str]:
     cache = random_cache(p, pages)
     for spans, bucket in steps:
         shape = MsaShape(p.q_heads, layout, ROTARY_DIM, max_blocks=80)
-        plan = MsaManyPlan.default(bucket, shape)
+        plan = MsaManyPlan.default(shape)
         norms = MsaNorms(*(torch.randn(HEAD_DIM, device="cuda").mul(0.1).bfloat16() for _ in range(4)))
         ids = iter((torch.randperm(pages - 1) + 1).tolist())
         table = torch.zeros(len(spans), 80, dtype=torch.int32)

@@ -58,7 +58,7 @@ class ManyStack:
         blocks = most_context // 128 + 1
         self.shape = MsaShape(p.q_heads, self.layout, ROTARY_DIM, max_blocks=blocks)
         self.plans = plans or ManyPlans(
-            MsaManyPlan.default(tokens, self.shape), MoeManyPlan.default(tokens, EXPERTS, TOP_EXPERTS)
+            MsaManyPlan.default(self.shape), MoeManyPlan.default(tokens, EXPERTS, TOP_EXPERTS)
         )
         pages = cache.numel() // self.layout.page_stride
         table = torch.randperm(pages - 1)[:blocks].to(torch.int32)[None] + 1

@@ -9,12 +9,14 @@ in a CUDA graph, beside `greedy_step`.
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from gpu_timing import graph_times_us
 from longturn.engine.records import SamplingParams
 from longturn.executor.sampler import SamplingState, logprobs_of, sample
 from longturn.executor.sampling_words import needs_penalties, penalty_words, plain, row_words
@@ -103,23 +105,9 @@ def check(plan: SamplePlan) -> list[str]:
     return lines
 
 
-def time_us(launch: Callable[[], None], inside: int = 20) -> float:
-    """Median time of one launch, `inside` of them in a graph."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inside):
-            launch()
-    times = []
-    for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / inside * 1e3)
-    return sorted(times)[len(times) // 2]
+def time_us(launch: Callable[[], None]) -> float:
+    """Median time of one launch, 20 of them in a graph."""
+    return statistics.median(graph_times_us([launch], rounds=20, replays=7))
 
 
 def timings(counts: list[int], plans: dict[str, SamplePlan]) -> list[str]:

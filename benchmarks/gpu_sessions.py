@@ -1,6 +1,6 @@
 """Agent sessions in closed loop through the engine and the GPU executor, in process, on random weights.
 
-    python benchmarks/gpu_sessions.py pack --traces ../shared/traces/weka --data .carry/sessions.json.gz
+    python benchmarks/gpu_sessions.py pack --traces DIR --data FILE
     PYTHONPATH=src python benchmarks/gpu_sessions.py run --data FILE --sessions 1 4 8 --seconds 60 [--json FILE]
 
 Rules: sessions with at least 10 turns before the first of more than 120,000 tokens, those turns alone; each starts at
@@ -293,7 +293,7 @@ PEER = {1: (150.0, 17_599, 77, 0.991, 0.171, 0.950), 4: (108.6, 55_727, 262, 0.9
 
 
 def run(args: argparse.Namespace) -> None:
-    from longturn.executor.gpu.measure.harness import Stand
+    from longturn.cli.steps.harness import Stand
 
     sessions = read(args.data)
     stand = Stand(

@@ -13,9 +13,9 @@ import pstats
 import sys
 
 from longturn.cli.main import main
-from longturn.executor.gpu.measure.harness import Stand, drain, pass_over, request
-from longturn.executor.gpu.measure.points import Point
-from longturn.executor.gpu.measure.run import prepare, size_of
+from longturn.cli.steps.harness import Stand, drain, pass_over, request
+from longturn.cli.steps.points import Point
+from longturn.cli.steps.run import prepare, size_of
 
 STEPS = 200
 

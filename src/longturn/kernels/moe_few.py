@@ -207,7 +207,6 @@ def _combine(
     shares,
     x,
     width,
-    tokens,
     TOP: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -339,6 +338,6 @@ def moe_few_tokens(
     )  # fmt: skip
     block = largest_power_of_two(n, 512)
     _combine[(tokens, n // block)](
-        scratch.parts, scratch.experts, scratch.shares, x, n, tokens,
+        scratch.parts, scratch.experts, scratch.shares, x, n,
         TOP=top_experts, PAIRS=pairs, BLOCK=block, num_warps=4, **more,
     )  # fmt: skip

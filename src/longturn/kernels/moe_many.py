@@ -172,7 +172,7 @@ def moe_many_tokens(
     columns = largest_power_of_two(n, plan.down_columns)
     experts_down[(n // columns, tiles)](
         scratch.hidden, w2, shared_w2, scratch.parts, *lists,
-        TOP=top_experts, N=n, INTER=inter, TILE=plan.tile, COLUMNS=columns,
+        N=n, INTER=inter, TILE=plan.tile, COLUMNS=columns,
         BLOCK_K=largest_power_of_two(inter, plan.down_block), STAGES=plan.down_stages, num_warps=plan.down_warps,
         **more,
     )  # fmt: skip

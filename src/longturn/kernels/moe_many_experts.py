@@ -19,8 +19,7 @@ from longturn.kernels.moe_one import swiglu_oai
 
 @triton.jit
 def _tile_rows(
-    tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens,
-    TOP: tl.constexpr, TILE: tl.constexpr,
+    tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens, TILE: tl.constexpr,
 ):  # fmt: skip
     """(expert or -1 for the shared one, choice or token of each row, whether it is there) of a tile."""
     member = tl.arange(0, TILE)
@@ -49,9 +48,7 @@ def experts_in(
     wait_then_release(PDL)
     if tile - shared_tiles >= tl.load(total_tiles, cache_modifier=FRESH):
         return
-    expert, index, ok = _tile_rows(
-        tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens, TOP, TILE
-    )
+    expert, index, ok = _tile_rows(tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens, TILE)
     if expert >= 0:
         base = w13 + expert.to(tl.int64) * (2 * INTER * K)
         token = index // TOP if TOP > 0 else index
@@ -76,19 +73,19 @@ def experts_in(
 @triton.jit(do_not_specialize=["tokens", "shared_tiles"])
 def experts_down(
     hidden, w2, shared_w2, parts, sorted_choices, tile_expert, first_tile, counts, total_tiles, tokens, shared_tiles,
-    TOP: tl.constexpr, N: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """parts [T + T * TOP, N]: the shared expert's output of each token, then each choice's. The grid is (N / COLUMNS,
-    tiles)."""
+    """parts [T + T * choices, N]: the shared expert's output of each token, then each choice's.
+
+    The grid is (N / COLUMNS, tiles).
+    """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tl.program_id(1)
     wait_then_release(PDL)
     if tile - shared_tiles >= tl.load(total_tiles, cache_modifier=FRESH):
         return
-    expert, index, ok = _tile_rows(
-        tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens, TOP, TILE
-    )
+    expert, index, ok = _tile_rows(tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens, TILE)
     if expert >= 0:
         base = w2 + expert.to(tl.int64) * (N * INTER)
         line = index + tokens

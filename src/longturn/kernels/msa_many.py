@@ -49,21 +49,16 @@ class MsaManyPlan:
     """Tokens of an attention tile; times query heads a key/value head it is the M side of the product."""
     attend_warps: int = 4
     attend_stages: int = 1
-    attend_ahead: bool = False
-    """Load the next tile's queries while one is computed: fewer waits against more registers, not measured yet."""
     attend_programs: int = 264
     attend_registers: int | None = None
     """Most registers of a thread, so that enough programs share a multiprocessor."""
 
     @staticmethod
-    def default(tokens: int, shape: MsaShape) -> MsaManyPlan:
-        """A plan for a bucket of `tokens` tokens on a chip of 132 multiprocessors."""
+    def default(shape: MsaShape) -> MsaManyPlan:
+        """A plan for any number of tokens on a chip of 132 multiprocessors."""
         group = shape.q_heads // shape.layout.kv_heads
         score_tokens = max(4, min(TILE_TOKENS, 128 // shape.layout.kv_heads))
-        return MsaManyPlan(
-            score_tokens=score_tokens,
-            attend_tokens=max(1, 64 // group),
-        )
+        return MsaManyPlan(score_tokens=score_tokens, attend_tokens=max(1, 64 // group))
 
 
 @dataclass(frozen=True)
@@ -198,7 +193,7 @@ def msa_many_tokens(
         cache, layout.page_stride, key_lane, value_lane, scratch.parts, scratch.weights,
         layout.head_dim**-0.5 * _LOG2E,
         KV_HEADS=kv, GROUP=group, D=layout.head_dim, PAGE=layout.page_tokens, TOP=shape.top_blocks, PIECE=plan.piece,
-        TOKENS=plan.attend_tokens, AHEAD=plan.attend_ahead, STAGES=plan.attend_stages, PROGRAMS=plan.attend_programs,
+        TOKENS=plan.attend_tokens, STAGES=plan.attend_stages, PROGRAMS=plan.attend_programs,
         num_warps=plan.attend_warps, maxnreg=plan.attend_registers, **more,
     )  # fmt: skip
     heads = min(group, 8)

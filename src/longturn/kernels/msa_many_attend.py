@@ -82,13 +82,11 @@ def attend_lists(
     query, piece_list, piece_size, total_pieces, entries, lasts, pages,
     cache, page_stride, key_lane, value_lane, parts, weights, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOP: tl.constexpr,
-    PIECE: tl.constexpr, TOKENS: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
-    PDL: tl.constexpr,
+    PIECE: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Parts [choice, GROUP, D] and the base-2 logarithms of their weights, fp32 [choice, GROUP].
 
-    query [T, KV_HEADS * GROUP, D]. A list's tokens come TOKENS at a time, GROUP rows each; with AHEAD the next tile's
-    queries are on their way, in registers, while one is computed.
+    query [T, KV_HEADS * GROUP, D]. A list's tokens come TOKENS at a time, GROUP rows each.
     """
     wait_then_release(PDL)
     d = tl.arange(0, D)
@@ -104,19 +102,12 @@ def attend_lists(
         at = (counter % pages).to(tl.int64) * page_stride + head * PAGE * D + lane
         k = tl.load(cache + key_lane + at, cache_modifier=FRESH)
         v = tl.load(cache + value_lane + at, cache_modifier=FRESH)
-        if AHEAD:
-            next_q = _queries_of(query, mine, member // GROUP, count, head, KV_HEADS, GROUP, D, TOP)
         for start in tl.range(0, count, TOKENS, num_stages=STAGES):
             place = start + member // GROUP
             ok = place < count
             last = tl.load(lasts + piece * PIECE + place, mask=ok, other=PAGE - 1, cache_modifier=FRESH)
-            if AHEAD:
-                q = next_q
-            else:
-                q = _queries_of(query, mine, place, count, head, KV_HEADS, GROUP, D, TOP)
+            q = _queries_of(query, mine, place, count, head, KV_HEADS, GROUP, D, TOP)
             logit = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if AHEAD:
-                next_q = _queries_of(query, mine, place + TOKENS, count, head, KV_HEADS, GROUP, D, TOP)
             logit = tl.where(key[None, :] <= last[:, None], logit, float("-inf"))
             most = tl.max(logit, axis=1) * scale_log2
             weight = tl.exp2(logit * scale_log2 - most[:, None])

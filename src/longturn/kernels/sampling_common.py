@@ -50,11 +50,13 @@ RAW_SUM = tl.constexpr(5)
 
 @triton.jit
 def row_word(words, row, NUMBER: tl.constexpr):
+    """Word NUMBER of a row of `words`, int32 [rows, ROW_WORDS] (`sampling_table`)."""
     return tl.load(words + row * WORDS + NUMBER, cache_modifier=FRESH)
 
 
 @triton.jit
 def row_number(words, row, NUMBER: tl.constexpr):
+    """The same, as the fp32 whose bits it holds."""
     return row_word(words, row, NUMBER).to(tl.float32, bitcast=True)
 
 

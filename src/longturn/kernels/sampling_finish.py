@@ -41,6 +41,11 @@ def finish_rows(
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEEDS: tl.constexpr, FULL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """tokens, logprobs [S], out_ids, out_logprobs [S, MAX_LOGPROBS]; with FEEDS the token to `last_tokens` [rows] too.
+
+    The other buffers are those of `SampleScratch`, which `sample_parts` wrote with the same PARTS, WIDTH and FULL. The
+    grid is (S,); a sample of row -1 is padding, and nothing of it is written.
+    """
     sample = tl.program_id(0)
     wait_then_release(PDL)
     row = tl.load(rows + sample, cache_modifier=FRESH)

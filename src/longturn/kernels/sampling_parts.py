@@ -85,6 +85,12 @@ def sample_parts(
     PARTS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
     FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """What one part of the vocabulary has to offer for a sample, into the buffers of `SampleScratch`.
+
+    logits fp32 [S, vocab]; rows, positions int32 [S], row -1 for padding; bitmask int32 [S, bitmask_words] with a bit a
+    token; words, stop_ids, bias_ids, bias_values and penalties are a `SamplingTable`. Without FULL only greedy rows and
+    plain draws are right. The grid is (PARTS, S).
+    """
     part = tl.program_id(0)
     sample = tl.program_id(1)
     wait_then_release(PDL)

@@ -95,7 +95,7 @@ class SampleScratch:
     """Buffers of one step."""
 
     floats: Tensor
-    """fp32 [S, FIELDS, parts]: see the fields in sampling.py."""
+    """fp32 [S, FIELDS, parts]: see the fields in sampling_common.py."""
     indices: Tensor
     """int32 [S, 2, parts]: best token of a part, and how many candidates it offers."""
     values: Tensor

@@ -1,0 +1,143 @@
+"""Measure the times of single steps on a GPU, through scheduler and executor, with random weights: no model is needed.
+
+A point is one kind of step at one size: `decode:4x131072` is a decode step of 4 requests with 131,072 cached tokens
+each. `--list` prints all points. Each is shown beside the least time that its bytes need and what vLLM 0.25.1 took.
+From a source tree it runs with torch and Triton alone: `python -m longturn.cli.main bench step`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longturn.cli.options import check_number
+from longturn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from longturn.cli.steps.points import Point
+    from longturn.cli.steps.run import Measured
+
+_STEP_TOKENS = 8192
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "points",
+        nargs="*",
+        metavar="POINT",
+        help="only points whose names start so, such as decode or decode:1x4096 [all but start]",
+    )
+    parser.add_argument(
+        "--preset",
+        default="mini60",
+        metavar="NAME",
+        help="shape of the model: mini60 (60 thin layers) or slice8 (8 layers of full width) [mini60]",
+    )
+    parser.add_argument(
+        "--weights", choices=("bf16", "nvfp4"), default="bf16", help="nvfp4: NVFP4 experts, MXFP8 elsewhere [bf16]"
+    )
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timings of each point, median printed [3]")
+    parser.add_argument(
+        "--step-tokens", type=int, default=_STEP_TOKENS, metavar="N", help=f"token budget of one step [{_STEP_TOKENS}]"
+    )
+    parser.add_argument(
+        "--no-graphs", action="store_true", help="launch kernels one by one instead of replaying CUDA graphs"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON to a file as well")
+    parser.add_argument("--list", action="store_true", help="print the points and what vLLM took; measure nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_number("--repeats", args.repeats, 1)
+    check_number("--step-tokens", args.step_tokens, 1)
+
+    from longturn.cli.steps.points import POINTS, choose
+
+    if args.preset not in POINTS:
+        raise ConfigError(f"unknown preset '{args.preset}' (known: {', '.join(POINTS)})")
+    points = choose(args.preset, args.points)
+    if args.list:
+        _list(points, as_json=args.json)
+        return 0
+    from longturn.executor.gpu.device import why_no_device
+
+    if (reason := why_no_device()) is not None:
+        raise ConfigError(f"bench step measures a GPU, and there is none to use: {reason}")
+    if args.out is not None:
+        _check_writable(args.out)
+    # With --json, standard output is one object and the table goes to standard error as it grows.
+    table = sys.stderr if args.json else sys.stdout
+    rows = _measure(args, points, lambda line: print(line, file=table, flush=True))
+    result = {"command": sys.argv, "points": rows}
+    if args.json:
+        print(json.dumps(result))
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1))
+    return 0
+
+
+def _check_writable(file: Path) -> None:
+    """Better refused now than after the measurement. Raises ConfigError."""
+    try:
+        with file.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write {file}: {error.strerror or error}") from error
+
+
+def _list(points: tuple[Point, ...], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([{"point": p.name, "unit": p.unit, "vllm_0_25_1": p.peer} for p in points]))
+        return
+    for p in points:
+        peer = "-" if p.peer is None else f"{p.peer:g} {p.unit}"
+        print(f"{p.name:<24} vLLM 0.25.1: {peer}")
+
+
+def _measure(
+    args: argparse.Namespace, points: tuple[Point, ...], show: Callable[[str], None]
+) -> list[dict[str, object]]:
+    from longturn.cli.steps.harness import Stand
+    from longturn.cli.steps.run import measure, measure_start, prepare, size_of
+
+    rows = []
+    for point in points:
+        if point.kind == "start":
+            measured, parts = measure_start(args.preset, point, args.step_tokens, args.weights)
+            show(f"{_line(measured)} {parts}")
+            rows.append(measured.row() | {"parts_s": parts})
+    points = tuple(point for point in points if point.kind != "start")
+    if points:
+        stand = Stand(args.preset, **size_of(points, args.step_tokens), graphs=not args.no_graphs, weights=args.weights)
+        seconds = prepare(stand, points)
+        show(f"{args.preset} {args.weights}: {stand.executor.info.pages} pages; graphs captured in {seconds:.1f} s")
+        show(_HEADER)
+        for point in points:
+            measured = measure(stand, point, args.repeats)
+            rows.append(measured.row())
+            show(_line(measured))
+        stand.close()
+    return rows
+
+
+_HEADER = (
+    f"{'point':<24} {'value':>10} {'unit':<6} {'floor':>7} {'x floor':>8} {'vLLM':>9} {'faster':>7} "
+    f"{'device ms':>10} {'host us':>8}"
+)
+
+
+def _line(m: Measured) -> str:
+    def number(value: float | None, digits: int = 2) -> str:
+        return "-" if value is None else f"{value:,.{digits}f}"
+
+    digits = 0 if m.point.kind == "prefill" else 2
+    of_floor = None if m.floor is None else m.value / m.floor
+    return (
+        f"{m.point.name:<24} {number(m.value, digits):>10} {m.point.unit:<6} {number(m.floor):>7} "
+        f"{number(of_floor):>8} {number(m.point.peer, digits):>9} {number(m.speed_up):>7} "
+        f"{number(m.device_ms):>10} {number(m.host_us, 0):>8}"
+    )

@@ -1,0 +1,1 @@
+"""Step times through the whole engine, on random weights: what `longturn bench step` prints."""

@@ -1,0 +1,187 @@
+"""An engine around the GPU executor that can pass over prompts, and the clock that watches its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
+from longturn.engine.clock import SystemClock
+from longturn.engine.hashing import page_hashes
+from longturn.engine.loop import Engine
+from longturn.engine.protocols import ExecutorInfo, StepHandle
+from longturn.engine.records import EngineRequest, RowResult, SamplingParams, StepPlan, StepResult, pack_tokens
+from longturn.executor.gpu.executor import GpuExecutor, GpuHandle, GpuLimits
+from longturn.kernels.packed_weights import WeightFormat
+from longturn.models.make_checkpoint import PRESETS, preset_config
+from longturn.models.minimax_m3_config import MiniMaxM3Config, minimax_m3_config
+from longturn.models.minimax_m3_gpu import MiniMaxM3Gpu
+from longturn.models.minimax_m3_gpu_weights import random_gpu_weights
+
+_HASH_KEY = b"m" * 32
+_MORE_TOKENS = 512
+"""Context beyond a point's own: output, and the page it starts."""
+
+
+FORMATS = {
+    "bf16": (WeightFormat.PLAIN, WeightFormat.PLAIN),
+    "nvfp4": (WeightFormat.NVFP4, WeightFormat.MXFP8),
+}
+"""Of routed experts, and of projections, shared experts and dense layers."""
+
+
+class _Passed:
+    """A step whose work was passed over: every sampling row answers with token 7."""
+
+    def __init__(self, plan: StepPlan, handle: GpuHandle) -> None:
+        self._plan, self._handle = plan, handle
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def result(self) -> StepResult:
+        self._handle.result()
+        rows = tuple(RowResult(w.row, (7,)) for w in self._plan.work if w.samples)
+        return StepResult(self._plan.step_id, rows)
+
+
+class _Watched:
+    """A step whose waiting is told apart from the host's work."""
+
+    def __init__(self, watch: Watch, handle: GpuHandle) -> None:
+        self._watch, self._handle = watch, handle
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def result(self) -> StepResult:
+        begin = time.perf_counter_ns()
+        self._handle.wait()
+        self._watch.waited_ns += time.perf_counter_ns() - begin
+        result = self._handle.result()
+        self._watch.device_ns.append(result.elapsed_ns)
+        return result
+
+
+class Watch:
+    """The executor behind an engine; `computing` off passes over the work of its plans."""
+
+    def __init__(self, executor: GpuExecutor) -> None:
+        self._executor = executor
+        self.computing = True
+        self.waited_ns = 0
+        self.device_ns: list[int] = []
+        """Time on the device of every step computed."""
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._executor.info
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        if self.computing:
+            return _Watched(self, self._executor.launch(plan))
+        return _Passed(plan, self._executor.adopt(plan))
+
+    def close(self) -> None:
+        """The executor outlives its engines."""
+
+
+class Stand:
+    """One preset's executor on random weights over a random cache."""
+
+    def __init__(
+        self, preset: str, *, rows: int, cached_tokens: int, context: int, step_tokens: int, graphs: bool = True,
+        target_itl_ms: float = 0.0, weights: str = "bf16",
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            preset: one of `make_checkpoint.PRESETS`.
+            rows: of the executor.
+            cached_tokens: what the page pool must hold.
+            context: longest of a request.
+            step_tokens: most tokens of a step.
+            graphs: off launches kernels one by one.
+            weights: one of `FORMATS`.
+            target_itl_ms: as in the scheduler's configuration; 0 makes chunks as large as fit.
+        """
+        self.preset, self.weights = preset, weights
+        self.config: MiniMaxM3Config = minimax_m3_config(preset_config(PRESETS[preset])["text_config"])
+        device = torch.device("cuda")
+        experts, others = FORMATS[weights]
+        made = random_gpu_weights(self.config, device=device, experts=experts, others=others)
+        pages = -(-cached_tokens // PAGE_TOKENS) + 4 * rows + 2
+        self.model = MiniMaxM3Gpu(made, pages)
+        flat = self.model.cache.view(-1)
+        for begin in range(0, len(flat), 1 << 30):
+            flat[begin : begin + (1 << 30)].normal_()
+        torch.cuda.synchronize()
+        self._rows, self._step_tokens, self._target_itl_ms = rows, step_tokens, target_itl_ms
+        limits = GpuLimits(rows, step_tokens, context + _MORE_TOKENS, graphs)
+        self.executor = GpuExecutor(self.model, limits, description=torch.cuda.get_device_name())
+        self._made = 0
+
+    def engine(self, *, passing: bool = True) -> tuple[Engine, Watch]:
+        """A fresh engine, with an empty prefix cache, on the same executor.
+
+        `passing` plans prompts whole, however long: they are passed over, or end in a few new tokens.
+        """
+        watch = Watch(self.executor)
+        config = SchedulerConfig(
+            max_running=self._rows,
+            step_tokens=1 << 20 if passing else self._step_tokens,
+            target_itl_ms=self._target_itl_ms,
+            expected_output_tokens=128,
+        )
+        return Engine(watch, config, CacheConfig(), SystemClock()), watch
+
+    def tokens(self, count: int) -> list[int]:
+        """Random token ids, different each time."""
+        self._made += 1
+        generator = torch.Generator().manual_seed(self._made)
+        return torch.randint(self.config.vocab_size, (count,), generator=generator).tolist()
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def request(name: str, tokens: list[int], max_tokens: int, *, cached: bool = False) -> EngineRequest:
+    """A greedy request; `cached` gives it page hashes, so that it finds and leaves pages in the prefix cache."""
+    prompt = pack_tokens(tokens)
+    hashes = page_hashes(prompt, _HASH_KEY) if cached else ()
+    params = SamplingParams(max_tokens, temperature=0.0)
+    return EngineRequest(name, prompt, hashes, params, hash_key=_HASH_KEY if cached else b"")
+
+
+def pass_over(engine: Engine, watch: Watch, requests: Iterable[EngineRequest]) -> None:
+    """Bring requests to their first token without computing their prompts."""
+    watch.computing = False
+    waiting = set()
+    for item in requests:
+        engine.add(item)
+        waiting.add(item.request_id)
+    while waiting:
+        step = engine.step()
+        waiting -= {output.request_id for output in step.outputs if output.token_ids} if step is not None else set()
+    watch.computing = True
+
+
+def first_tokens(engine: Engine, requests: list[EngineRequest]) -> float:
+    """Milliseconds from adding the requests to the first token of the last of them."""
+    waiting = {item.request_id for item in requests}
+    begin = time.perf_counter()
+    for item in requests:
+        engine.add(item)
+    while waiting:
+        step = engine.step()
+        waiting -= {output.request_id for output in step.outputs if output.token_ids} if step is not None else set()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def drain(engine: Engine, names: Iterable[str]) -> None:
+    """End what still runs."""
+    for name in names:
+        engine.abort(name)
+    while engine.has_work():
+        engine.step()

@@ -1,0 +1,155 @@
+"""The GPU executor of a configured model: what fits, and one clear line where something does not."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from longturn.config import PAGE_TOKENS, CacheConfig, EngineConfig
+from longturn.errors import ConfigError, ModelError
+from longturn.executor.gpu.device import check_device
+from longturn.executor.gpu.executor import GpuExecutor, GpuLimits
+from longturn.grammar_library import Vocabulary
+from longturn.models.checkpoint.base import open_checkpoint
+from longturn.models.checkpoint.published import PublishedCheckpoint
+from longturn.models.formats import ServedFormats, main_format
+from longturn.models.inspect import inspect_model
+from longturn.models.minimax_m3_config import MiniMaxM3Config, minimax_m3_config
+from longturn.models.minimax_m3_gpu import MiniMaxM3Gpu
+from longturn.models.minimax_m3_gpu_limits import NVFP4_BYTES, scratch_bytes, weight_bytes, why_not_on_gpu
+from longturn.models.minimax_m3_gpu_weights import GpuWeights
+from longturn.models.minimax_m3_load import load_minimax_m3
+from longturn.source import ModelSource
+
+_log = logging.getLogger(__name__)
+
+FAMILY = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
+_GB = 1e9
+_CONTEXT_BYTES = 1 << 30
+"""What CUDA, its libraries and loaded kernels take beside tensors, about."""
+
+
+def why_not_served(source: ModelSource) -> str | None:
+    """Why this model does not run on a GPU; None if it does."""
+    if source.architecture not in FAMILY:
+        return f"architecture {source.architecture} has no GPU kernels (MiniMax-M3's has)"
+    return why_not_on_gpu(minimax_m3_config(source.config))
+
+
+def build_gpu_executor(
+    config: EngineConfig, source: ModelSource, vocabulary: Callable[[], Vocabulary] | None = None
+) -> GpuExecutor:
+    """Load the model onto the GPU and make every step's graph. `vocabulary` is for requests with a grammar.
+
+    Raises:
+        ConfigError: there is no usable GPU, the model or a setting is not supported on one, or memory is too small.
+        ModelError: the checkpoint is damaged.
+    """
+    if (reason := why_not_served(source)) is not None:
+        raise ConfigError(f"executor.device 'cuda' is not possible: {source.path}: {reason}; 'cpu' serves this model")
+    _check_settings(config)
+    check_device()
+    c = minimax_m3_config(source.config)
+    device = torch.device("cuda")
+    memory = _memory(config, c, source, device)
+    begin = time.perf_counter()
+    weights = _load(c, source, device)
+    pages = memory.pages(weights.kv.page_bytes)
+    loaded = time.perf_counter()
+    context = min(source.max_context_tokens, (pages - 1) * PAGE_TOKENS)
+    if context < source.max_context_tokens:
+        limits = (context, source.max_context_tokens)
+        _log.warning("the context is limited to %d of the model's %d tokens by GPU memory", *limits)
+    limits_of = GpuLimits(config.scheduler.max_running, config.scheduler.step_tokens, context)
+    name = torch.cuda.get_device_name(device)
+    executor = GpuExecutor(
+        MiniMaxM3Gpu(weights, pages),
+        limits_of,
+        description=f"cuda ({name})",
+        vocabulary=vocabulary,
+        formats=_formats(config),
+    )
+    graphs = executor.capture()
+    gc.collect()
+    gc.freeze()  # a full collection over everything loaded so far would cost a step a tenth of a second
+    spent = (loaded - begin, graphs, time.perf_counter() - loaded)
+    _log.info("weights loaded in %.1f s, %d graphs made in %.1f s", *spent)
+    return executor
+
+
+def _formats(config: EngineConfig) -> ServedFormats:
+    sizes = inspect_model(config.model).formats
+    stored = main_format((size.format, size.parameters, size.bytes) for size in sizes)
+    return ServedFormats(weights="packed" if stored != "bf16" else "bf16", quantisation=str(stored), kv_cache="bf16")
+
+
+def _quantised(source: ModelSource) -> bool:
+    return bool(source.config.get("quantization_config"))
+
+
+def _load(c: MiniMaxM3Config, source: ModelSource, device: torch.device) -> GpuWeights:
+    """The checkpoint's weights on the device: quantised experts as they are, everything else in bf16."""
+    checkpoint = open_checkpoint(source)
+    assert isinstance(checkpoint, PublishedCheckpoint), "why_not_served has looked"
+    dtype = torch.bfloat16
+    try:
+        if not _quantised(source):
+            return GpuWeights.of(load_minimax_m3(c, checkpoint, dtype=dtype, kv_dtype=dtype, device=device))
+        host = torch.device("cpu")
+        model = load_minimax_m3(c, checkpoint, dtype=dtype, kv_dtype=dtype, device=host, pack_above_bytes=0)
+        return GpuWeights.of(model, device)
+    except ModelError as error:
+        if str(source.path) in str(error):
+            raise
+        raise ModelError(f"{source.path}: {error}") from error
+
+
+def _check_settings(config: EngineConfig) -> None:
+    if config.model.weights != "auto":
+        raise ConfigError(f"model.weights '{config.model.weights}' is not supported on a GPU (auto is)")
+    if config.cache.dtype not in ("auto", "bf16"):
+        raise ConfigError(f"cache.dtype '{config.cache.dtype}' is not supported on a GPU (bf16 is)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Bytes that the page pool may take, and where they come from."""
+
+    pool_bytes: int
+    explanation: str
+
+    def pages(self, page_bytes: int) -> int:
+        """Pages of the pool, the null page counted. Raises ConfigError if there is room for no other."""
+        pages = self.pool_bytes // page_bytes
+        if pages < 2:
+            raise ConfigError(
+                f"too little GPU memory for a page of this model ({page_bytes} bytes, and one is reserved): "
+                f"{self.explanation}"
+            )
+        return pages
+
+
+def _memory(config: EngineConfig, c: MiniMaxM3Config, source: ModelSource, device: torch.device) -> _Memory:
+    free, total = torch.cuda.mem_get_info(device)
+    usable = int(min(free, total * config.executor.gpu_memory_share))
+    packed = _quantised(source)
+    weights = weight_bytes(c, NVFP4_BYTES if packed else 2.0)
+    tokens = max(config.scheduler.step_tokens, config.scheduler.max_running)
+    scratch = scratch_bytes(c, tokens, source.max_context_tokens, packed_experts=packed) + _CONTEXT_BYTES
+    left = usable - weights - scratch
+    explanation = (
+        f"{weights / _GB:.1f} GB of weights and {scratch / _GB:.1f} GB of scratch, of {usable / _GB:.1f} GB that may "
+        f"be used ({free / _GB:.1f} GB free, executor.gpu_memory_share {config.executor.gpu_memory_share:g})"
+    )
+    if left <= 0:
+        raise ConfigError(f"{source.path} does not fit on {torch.cuda.get_device_name(device)}: {explanation}")
+    if config.cache.memory_bytes == CacheConfig().memory_bytes:
+        return _Memory(left, explanation)
+    if config.cache.memory_bytes > left:
+        raise ConfigError(f"cache.memory_bytes {config.cache.memory_bytes} is more than fits: {explanation}")
+    return _Memory(config.cache.memory_bytes, f"cache.memory_bytes is {config.cache.memory_bytes}")

@@ -1,0 +1,49 @@
+"""Steps as CUDA graphs: one for each shape of a step and each size of the sampling after it.
+
+All graphs share one memory pool: their scratch is the same memory, since they run one after the other. A shape runs
+eagerly once before it is captured, over nothing but padding: kernels are compiled and loaded then, which capture
+forbids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+
+class StepGraphs:
+    """Captured pieces of steps by key. Without CUDA, or with `enabled` off, pieces run as they are."""
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self._enabled = enabled and device.type == "cuda"
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: Hashable, launch: Callable[[], None]) -> None:
+        """Replay the piece's graph if it has one, else launch its kernels one by one."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            launch()
+        else:
+            graph.replay()
+
+    def capture(self, key: Hashable, launch: Callable[[], None]) -> None:
+        """Record `launch`, which must have run once before, under the current stream (not the default one)."""
+        if not self._enabled or key in self._graphs:
+            return
+        # torch.cuda.graph() would collect garbage and empty the cache each time: a tenth of a second a graph.
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool)
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+        self._graphs[key] = graph
+
+    def close(self) -> None:
+        """Drop all graphs and their memory."""
+        self._graphs.clear()

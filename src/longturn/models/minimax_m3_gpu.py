@@ -1,0 +1,276 @@
+"""MiniMax-M3 on a GPU: the decode step and the step of many tokens as chains of Triton kernels.
+
+Decode kernels read quantised weights as they are; the kernels for many tokens read plain ones, so that such a step
+unpacks a layer's weights into scratch first. Scratch is allocated where it is used: inside a captured graph that is
+the graphs' one memory pool, where all graphs share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from longturn.config import PAGE_TOKENS
+from longturn.kernels.dense_attention import DensePlan, DenseScratch, DenseShape, dense_decode, dense_many_tokens
+from longturn.kernels.linear_many import add_project_many, project_many
+from longturn.kernels.many_tokens import ManyTokens
+from longturn.kernels.moe_few import MoeScratch, moe_few_tokens
+from longturn.kernels.moe_many import MoeManyScratch, moe_many_tokens
+from longturn.kernels.moe_one import moe_one_token
+from longturn.kernels.msa_decode import msa_decode
+from longturn.kernels.msa_many import MsaManyPlan, MsaManyScratch, msa_many_tokens
+from longturn.kernels.msa_plan import DecodeRows, MsaPlan, MsaScratch, MsaShape
+from longturn.kernels.packed_weights import PackedWeight
+from longturn.kernels.pages import PageLayout
+from longturn.kernels.small_linear import LinearPlan, small_linear
+from longturn.kernels.step_edges import begin_step
+from longturn.kernels.unpack_weights import unpack
+from longturn.models.base import KVSpec
+from longturn.models.minimax_m3_config import MiniMaxM3Config
+from longturn.models.minimax_m3_gpu_limits import LARGEST_BATCH
+from longturn.models.minimax_m3_gpu_weights import GpuLayer, GpuWeights, Weight
+
+
+@dataclass(frozen=True)
+class _Pages(PageLayout):
+    """Pages in which layers with dense attention have no index key, so that layers differ in extent."""
+
+    starts: tuple[int, ...] = ()
+    """Element at which each layer begins."""
+    stride: int = 0
+
+    @property
+    def page_stride(self) -> int:
+        return self.stride
+
+    def key_offset(self, layer: int) -> int:
+        return self.starts[layer]
+
+    def value_offset(self, layer: int) -> int:
+        return self.starts[layer] + self.kv_lane
+
+    def index_offset(self, layer: int) -> int:
+        return self.starts[layer] + 2 * self.kv_lane
+
+
+@dataclass(frozen=True)
+class GpuPlans:
+    """How the kernels deal out their work, where that is not worked out from a step's shape."""
+
+    linear: LinearPlan = field(default_factory=LinearPlan)
+    head: LinearPlan = field(default_factory=LinearPlan)
+
+
+class MiniMaxM3Gpu:
+    """The model and its cache on one device. Implements `executor.gpu.model.DeviceModel`."""
+
+    def __init__(self, weights: GpuWeights, pages: int, plans: GpuPlans | None = None) -> None:
+        """
+        Args:
+            weights: on the device, bf16 where they are plain (fp32 for the interpreter); the cache has their type.
+            pages: of the pool, the null page counted.
+            plans: how kernels deal out their work; what is best on an H200 if None.
+        """
+        c = weights.config
+        self.config = c
+        self.device = weights.head.device
+        self.dtype = weights.head.dtype
+        self.hidden = c.hidden
+        self.vocab_size = c.vocab_size
+        self.pages = pages
+        self.page_bytes = weights.kv.page_bytes
+        self.largest_batch = LARGEST_BATCH
+        kinds = list(zip(c.sparse_layers, c.moe_layers, strict=True))
+        self.warm_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
+        self.layout = _page_layout(c, weights.kv, self.dtype)
+        self.cache = weights.kv.allocate(pages, self.device).view(self.dtype)
+        self._weights = weights
+        self._plans = plans or GpuPlans()
+        self._pdl = self.device.type == "cuda"
+        self._inv_freq = c.rope.inv_freq.to(self.device)
+        self._layers = weights.layers
+        self._dense = None if all(c.sparse_layers) else DenseShape(c.heads, self.layout, c.rope.rotary_dim, c.norm_eps)
+
+    # --- decode -----------------------------------------------------------------------------------------------------
+
+    def decode(
+        self, tokens: Tensor, positions: Tensor, page_table: Tensor, x: Tensor, max_blocks: int,
+        layers: int | None = None,
+    ) -> None:  # fmt: skip
+        """Hidden states x [B, hidden] of one new token a slot; its K, V and index key go to its page.
+
+        tokens, positions int32 [B], position -1 for padding; page_table int32 [B, P]; `max_blocks` bounds a slot's
+        pages; `layers` computes only so many, for what is thrown away.
+        """
+        c, slots = self.config, tokens.shape[0]
+        shape = self._shape(max_blocks)
+        plan = MsaPlan.default(slots, max_blocks)
+        plan = replace(plan, splits=min(plan.splits, c.selection.top))
+        rows = DecodeRows(positions, page_table, self._fp32(slots, c.head_dim), self._fp32(slots, c.head_dim))
+        scratch = MsaScratch.allocate(slots, shape, plan, self.device)
+        moe = MoeScratch.allocate(slots, c.experts, c.top_experts, c.hidden, c.expert_ffn, x, c.dense_ffn)
+        projected = self._fp32(slots * shape.projected_width)
+        attention = x.new_empty(slots, c.q_width)
+        logits = self._fp32(c.experts)
+        hidden = self._fp32(max((c.top_experts + 1) * c.expert_ffn, c.dense_ffn))
+        pdl, eps, form, linear = self._pdl, c.norm_eps, c.activation, self._plans.linear
+        dense = self._dense
+        if dense is not None:
+            dense_plan = DensePlan.decode(slots, dense)
+            dense_scratch = DenseScratch.allocate(slots, dense_plan.splits, dense, x)
+        begin_step(tokens, positions, self._weights.embedding, self._inv_freq, x, rows.cos, rows.sin, pdl=pdl)
+        for index, layer in enumerate(self._layers[:layers]):
+            width = layer.projection.shape[0]
+            qkv = projected[: slots * width].view(slots, width)
+            small_linear(
+                x, layer.projection, qkv, norm_weight=layer.input_norm, normed=moe.normed, eps=eps, plan=linear, pdl=pdl
+            )
+            if layer.heads is not None:
+                msa_decode(qkv, rows, layer.heads, self.cache, index, attention, shape, plan, scratch, pdl=pdl)
+            elif dense is not None:
+                dense_decode(
+                    qkv, rows, layer.head_norms, self.cache, index, attention, dense, dense_plan, dense_scratch,
+                    pdl=pdl,
+                )  # fmt: skip
+            small_linear(attention, layer.out, x, residual=x, plan=linear, pdl=pdl)
+            if slots == 1:
+                moe_one_token(
+                    x, *layer.feed_forward, logits, hidden, top_experts=layer.top, scaling_factor=c.routed_scale,
+                    alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, pdl=pdl,
+                )  # fmt: skip
+            else:
+                moe_few_tokens(
+                    x, positions, *layer.feed_forward, moe, top_experts=layer.top, scaling_factor=c.routed_scale,
+                    alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, pdl=pdl,
+                )  # fmt: skip
+
+    # --- many tokens ------------------------------------------------------------------------------------------------
+
+    def many(
+        self, tokens: Tensor, positions: Tensor, rows: Tensor, page_table: Tensor, tiles: Tensor, x: Tensor,
+        max_blocks: int, layers: int | None = None,
+    ) -> None:  # fmt: skip
+        """Hidden states x [T, hidden] of T tokens of any rows; see `kernels.many_tokens.ManyTokens`."""
+        c, count = self.config, tokens.shape[0]
+        shape = self._shape(max_blocks)
+        # Plans are constants of the kernels: one for all sizes up to a power of two compiles them less often.
+        rounded = 1 << (count - 1).bit_length()
+        plan = MsaManyPlan.default(shape)
+        scratch = MsaManyScratch.allocate(count, self.pages, shape, plan, x)
+        cos, sin = self._fp32(count, c.head_dim), self._fp32(count, c.head_dim)
+        step = ManyTokens(positions, rows, page_table, tiles, cos, sin)
+        moe = MoeManyScratch.allocate(count, c.experts, c.top_experts, c.hidden, c.expert_ffn, x, c.dense_ffn)
+        attention = x.new_empty(count, c.q_width)
+        projected = x.new_empty(count * shape.projected_width)
+        pdl, eps, form = self._pdl, c.norm_eps, c.activation
+        dense = self._dense
+        if dense is not None:
+            attention.zero_()  # dense attention leaves padding as it is, and later kernels read every row
+            dense_plan = DensePlan.many(rounded, dense)
+            dense_scratch = DenseScratch.allocate(count, dense_plan.splits, dense, x)
+        plain = _Plain(self._layers, x, pdl)
+        begin_step(tokens, positions, self._weights.embedding, self._inv_freq, x, cos, sin, pdl=pdl)
+        for index, packed in enumerate(self._layers[:layers]):
+            layer = plain.layer(packed)
+            width = layer.projection.shape[0]
+            qkv = projected[: count * width].view(count, width)
+            project_many(x, packed.input_norm, layer.projection, moe.normed, qkv, eps=eps, pdl=pdl)
+            if packed.heads is not None:
+                msa_many_tokens(qkv, step, packed.heads, self.cache, index, attention, shape, plan, scratch, pdl=pdl)
+            elif dense is not None:
+                dense_many_tokens(
+                    qkv, step, packed.head_norms, self.cache, index, attention, dense, dense_plan, dense_scratch,
+                    pdl=pdl,
+                )  # fmt: skip
+            add_project_many(x, attention, layer.out)
+            moe_many_tokens(
+                x, positions, *layer.feed_forward, moe, top_experts=packed.top, scaling_factor=c.routed_scale,
+                alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, pdl=pdl,
+            )  # fmt: skip
+
+    # --- pages ------------------------------------------------------------------------------------------------------
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page of every layer and lane."""
+        self.cache[target].copy_(self.cache[source])
+
+    # --- logits -----------------------------------------------------------------------------------------------------
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Final norm and head: fp32 [S, vocab] of x [S, hidden]."""
+        weights = self._weights
+        out = self._fp32(x.shape[0], self.vocab_size)
+        small_linear(
+            x, weights.head, out, norm_weight=weights.norm, normed=torch.empty_like(x), eps=self.config.norm_eps,
+            plan=self._plans.head, pdl=self._pdl,
+        )  # fmt: skip
+        return out
+
+    def _shape(self, max_blocks: int) -> MsaShape:
+        c = self.config
+        return MsaShape(
+            c.heads, self.layout, c.rope.rotary_dim, max_blocks, c.selection.top, c.selection.init, c.selection.local,
+            c.norm_eps,
+        )  # fmt: skip
+
+    def _fp32(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+
+@dataclass(frozen=True)
+class _PlainLayer:
+    """A layer with plain weights alone; see `GpuLayer`."""
+
+    projection: Tensor
+    out: Tensor
+    feed_forward: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class _Plain:
+    """Scratch that holds one layer's weights unpacked; nothing where all layers are plain already."""
+
+    def __init__(self, layers: tuple[GpuLayer, ...], like: Tensor, pdl: bool) -> None:
+        sizes = [0] * 6
+        for layer in layers:
+            for slot, weight in _weights_of(layer):
+                if isinstance(weight, PackedWeight):
+                    sizes[slot] = max(sizes[slot], prod(weight.shape))
+        self._scratch = [like.new_empty(size) for size in sizes]
+        self._pdl = pdl
+
+    def layer(self, layer: GpuLayer) -> _PlainLayer:
+        """The layer's weights; those unpacked are good until the next call."""
+        projection, out, *own = (self._plain(slot, weight) for slot, weight in _weights_of(layer))
+        norm, router, bias = layer.feed_forward[:3]
+        # Without experts nothing is read in their place, and the layer's own may stand there.
+        w13, w2, shared_w13, shared_w2 = (*own, *own) if not layer.top else own
+        return _PlainLayer(projection, out, (norm, router, bias, w13, w2, shared_w13, shared_w2))
+
+    def _plain(self, slot: int, weight: Weight) -> Tensor:
+        if not isinstance(weight, PackedWeight):
+            return weight
+        out = self._scratch[slot][: prod(weight.shape)].view(weight.shape)
+        unpack(weight, out, pdl=self._pdl)
+        return out
+
+
+def _weights_of(layer: GpuLayer) -> list[tuple[int, Weight]]:
+    """The weights that may be quantised, each with a number of its own: projection, out, experts if any, the rest."""
+    first = 3 if layer.top else 5
+    return list(enumerate((layer.projection, layer.out, *layer.feed_forward[first:])))
+
+
+def _page_layout(c: MiniMaxM3Config, kv: KVSpec, dtype: torch.dtype) -> PageLayout:
+    """Where the kernels find the lanes of `kv`, in elements of `dtype`."""
+    sizes = [sum(lane.nbytes for lane in lanes) // dtype.itemsize for lanes in kv.layers]
+    starts = tuple(sum(sizes[:layer]) for layer in range(c.layers))
+    form = (c.layers, c.kv_heads, c.head_dim, c.index_dim, PAGE_TOKENS)
+    plain = PageLayout(*form)
+    layout = plain if all(c.sparse_layers) else _Pages(*form, starts=starts, stride=sum(sizes))
+    offsets = tuple(layout.key_offset(layer) for layer in range(c.layers))
+    if offsets != starts or layout.page_stride * dtype.itemsize != kv.page_bytes:
+        raise ValueError(f"a page has {kv.page_bytes} bytes, not those of a {dtype} cache")
+    return layout

@@ -1,0 +1,98 @@
+"""What a user is told where a GPU is asked for and cannot be had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from longturn.assemble import GPU_STEP_TOKENS, build_engine, gpu_defaults, on_gpu
+from longturn.config import EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from longturn.errors import ConfigError
+from longturn.executor.gpu import device
+from longturn.models.make_checkpoint import PRESETS, make_checkpoint, preset_config
+from longturn.models.minimax_m3_config import minimax_m3_config
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("m3") / "tiny", "tiny").path
+
+
+def config(path: Path, wanted: str) -> EngineConfig:
+    return EngineConfig(model=ModelConfig(path=str(path)), executor=ExecutorConfig(device=wanted))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_a_torch_without_cuda_is_named(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"torch .* was built without CUDA") as caught:
+        build_engine(config(checkpoint, "cuda"))
+    assert "\n" not in str(caught.value) and "'cpu' works" in str(caught.value)
+    assert not on_gpu(config(checkpoint, "auto"))
+
+
+class Gpu:
+    """A machine with a GPU, as torch would describe it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], trouble: str | None = None):
+        def init() -> None:
+            if trouble is not None:
+                raise RuntimeError(trouble)
+
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: trouble is None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "NVIDIA Test")
+        monkeypatch.setattr(torch.cuda, "init", init)
+        monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.mark.parametrize(
+    ("capability", "trouble", "words"),
+    [
+        ((8, 0), None, "NVIDIA Test has compute capability 8.0, and 9.0 is needed"),
+        ((9, 0), "The NVIDIA driver on your system is too old (found version 12000).", "driver is too old for"),
+        ((9, 0), "No CUDA GPUs are available", r"no GPU can be used here \(No CUDA GPUs are available\)"),
+    ],
+)
+def test_what_is_wrong_with_the_machine_is_named(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, capability: tuple[int, int], trouble: str | None, words: str
+) -> None:
+    Gpu(monkeypatch, capability, trouble)
+    with pytest.raises(ConfigError, match=words):
+        on_gpu(config(checkpoint, "cuda"))
+    assert not on_gpu(config(checkpoint, "auto"))
+
+
+def test_a_model_that_kernels_do_not_take_is_named(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    Gpu(monkeypatch, (9, 0))
+    with pytest.raises(ConfigError, match=r"not supported by the GPU kernels: head_dim 32 \(128 is\)"):
+        on_gpu(config(checkpoint, "cuda"))
+    assert not on_gpu(config(checkpoint, "auto"))
+
+
+def test_another_family_is_named_without_torch() -> None:
+    wanted = EngineConfig(executor=ExecutorConfig(device="cuda"))
+    with pytest.raises(ConfigError, match="architecture LlamaForCausalLM has no GPU kernels"):
+        on_gpu(wanted)
+    assert not on_gpu(EngineConfig())
+
+
+def test_the_presets_of_the_benchmarks_are_served() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from longturn.models.minimax_m3_gpu_limits import weight_bytes, why_not_on_gpu
+
+    for name, gigabytes in (("mini60", 50), ("slice8", 107)):
+        c = minimax_m3_config(preset_config(PRESETS[name])["text_config"])
+        assert why_not_on_gpu(c) is None
+        assert abs(weight_bytes(c) / 1e9 - gigabytes) < 5
+        assert why_not_on_gpu(replace(c, experts=96)) is not None
+
+
+def test_only_a_default_step_budget_grows_on_a_gpu() -> None:
+    assert gpu_defaults(EngineConfig()).scheduler.step_tokens == GPU_STEP_TOKENS
+    chosen = EngineConfig(scheduler=SchedulerConfig(step_tokens=300))
+    assert gpu_defaults(chosen) == chosen
