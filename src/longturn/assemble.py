@@ -7,19 +7,27 @@ process calls `build_engine` and needs no web package.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from longturn.config import PAGE_TOKENS, EngineConfig
+from longturn.config import PAGE_TOKENS, EngineConfig, SchedulerConfig
 from longturn.errors import ConfigError
 from longturn.source import ModelSource, resolve_source
 
 if TYPE_CHECKING:
+    from longturn.engine.kv_events import CacheListener
     from longturn.engine.loop import Engine
     from longturn.executor.cpu import CpuModel
+    from longturn.executor.offload import Offload
     from longturn.frontend.engine_client import EngineClient
     from longturn.frontend.frontend import Frontend
+    from longturn.grammar_library import Vocabulary
+    from longturn.models.formats import ServedFormats
 
 _log = logging.getLogger(__name__)
+
+GPU_STEP_TOKENS = 4096
+"""Token budget of a step on a GPU, unless another is configured."""
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -33,11 +41,71 @@ def build_engine(config: EngineConfig) -> Engine:
     from longturn.engine.loop import Engine
     from longturn.executor.cpu import CpuExecutor
 
-    if config.executor.device == "cuda":
-        raise ConfigError("executor.device 'cuda' is not supported yet (cpu is)")
+    if on_gpu(config):
+        from longturn.executor.gpu.build import build_gpu_executor
+
+        config = gpu_defaults(config)
+        on_device = build_gpu_executor(config, resolve_source(config.model), lambda: _vocabulary(config))
+        return Engine(on_device, config.scheduler, config.cache, SystemClock(), cache_listener=_cache_listener(config))
     model = build_cpu_model(config)
-    executor = CpuExecutor(model, rows=config.scheduler.max_running)
-    return Engine(executor, config.scheduler, config.cache, SystemClock())
+    executor = CpuExecutor(
+        model,
+        rows=config.scheduler.max_running,
+        formats=cpu_formats(config, model),
+        vocabulary=lambda: _vocabulary(config),
+        offload=_cpu_offload(config, model),
+    )
+    return Engine(executor, config.scheduler, config.cache, SystemClock(), cache_listener=_cache_listener(config))
+
+
+def _cache_listener(config: EngineConfig) -> CacheListener | None:
+    cache = config.cache
+    if cache.events_endpoint is None:
+        if cache.events_replay_endpoint is not None:
+            raise ConfigError("cache.events_replay_endpoint is given without cache.events_endpoint")
+        return None
+    from longturn.frontend.kv_publisher import KvPublisher
+
+    return KvPublisher(cache.events_endpoint, cache.events_replay_endpoint, topic=cache.events_topic)
+
+
+def _vocabulary(config: EngineConfig) -> Vocabulary:
+    # Imported when the first grammar comes: the engine needs the tokenizer for nothing else.
+    from longturn.frontend.grammar_vocabulary import source_vocabulary
+
+    return source_vocabulary(resolve_source(config.model))
+
+
+def gpu_defaults(config: EngineConfig) -> EngineConfig:
+    """The configuration with what is left at its default changed to what suits a GPU: there a step of 512 tokens takes
+    nearly as long as one of some thousand, since both read all experts."""
+    if config.scheduler.step_tokens != SchedulerConfig().step_tokens:
+        return config
+    return replace(config, scheduler=replace(config.scheduler, step_tokens=GPU_STEP_TOKENS))
+
+
+def on_gpu(config: EngineConfig) -> bool:
+    """Whether steps run on a GPU: as configured, or where both model and machine can (`auto`).
+
+    Raises:
+        ConfigError: a GPU is asked for and is not possible here; the line says why.
+    """
+    if config.executor.device == "cpu":
+        return False
+    source = resolve_source(config.model)
+    asked = config.executor.device == "cuda"
+    reason: str | None = f"architecture {source.architecture} has no GPU kernels (MiniMax-M3's has)"
+    if source.architecture.startswith("MiniMaxM3"):  # only then: torch is not loaded to serve other models
+        from longturn.executor.gpu.device import why_no_device
+
+        reason = why_no_device()
+        if reason is None:
+            from longturn.executor.gpu.build import why_not_served
+
+            reason = why_not_served(source)
+    if reason is not None and asked:
+        raise ConfigError(f"executor.device 'cuda' is not possible: {reason}; executor.device 'cpu' works without")
+    return reason is None
 
 
 def build_cpu_model(config: EngineConfig) -> CpuModel:
@@ -71,6 +139,32 @@ def build_cpu_model(config: EngineConfig) -> CpuModel:
     model = load_model(source, dtype=torch.float32, kv_dtype=CACHE_TYPES[config.cache.dtype])
     pages, context = _pool(config, source, model.kv.page_bytes)
     return TorchCpuModel(model, pages=pages, max_context_tokens=context, threads=threads)
+
+
+def _cpu_offload(config: EngineConfig, model: CpuModel) -> Offload | None:
+    from longturn.executor.offload import cpu_offload, slots_of
+
+    slots = slots_of(config.cache.host_memory_bytes, model.page_bytes, beside_bytes=model.pages * model.page_bytes)
+    return cpu_offload(model.storage, slots) if slots else None
+
+
+def cpu_formats(config: EngineConfig, model: CpuModel) -> ServedFormats:
+    """What a model from `build_cpu_model` computes with."""
+    from longturn.executor.native_model import NativeCpuModel
+    from longturn.models.formats import gguf_format, main_format, served_formats
+
+    source = resolve_source(config.model)
+    packed = isinstance(model, NativeCpuModel)
+    if source.kind == "gguf":
+        stored = gguf_format(source)
+    elif packed:
+        stored = "bf16"  # whatever it is, packing makes q8_0 of it: only GGUF files have blocks that are kept
+    else:
+        from longturn.models.inspect import inspect_model
+
+        formats = inspect_model(config.model).formats
+        stored = main_format((size.format, size.parameters, size.bytes) for size in formats)
+    return served_formats(stored, packed=packed, cache_dtype=config.cache.dtype)
 
 
 def _packed(config: EngineConfig, source: ModelSource) -> bool:
@@ -125,8 +219,19 @@ def build_frontend(config: EngineConfig, engine: EngineClient) -> Frontend:
         ModelError: the tokenizer is missing or not supported.
     """
     from longturn.frontend.frontend import Frontend
+    from longturn.frontend.grammar_compiler import GrammarLimits
+    from longturn.frontend.volatile import HeaderWatch
 
-    return Frontend.of(resolve_source(config.model), engine)
+    limits = GrammarLimits(config.server.grammar_timeout_s, config.server.grammar_max_bytes)
+    return Frontend.of(
+        resolve_source(config.model),
+        engine,
+        reasoning_parser=config.model.reasoning_parser,
+        tool_parser=config.model.tool_parser,
+        grammar_limits=limits,
+        headers=HeaderWatch(config.frontend.stabilise_headers),
+        caches=config.cache.prefix_caching,
+    )
 
 
 def served_model(config: EngineConfig) -> tuple[str, str, int]:

@@ -66,18 +66,30 @@ class ModelConfig:
     """fp32: dequantised, exact. packed: 4- and 8-bit blocks, 12-bit activations. auto: as the checkpoint has them."""
     max_context_tokens: Count | None = None
     """Longest prompt plus output; the checkpoint's own limit if None."""
+    tool_parser: Literal["auto", "none", "hermes", "json", "llama_json", "minimax_m3"] = "auto"
+    """How the model writes tool calls; auto: what its architecture and its chat template say."""
+    reasoning_parser: Literal["auto", "none", "minimax_m3", "think"] = "auto"
+    """How the model writes reasoning (think: <think>...</think>); auto: as its architecture and chat template say."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     memory_bytes: Count = 384 * MIB
-    """Bytes for the page pool (keys, values and every other lane of all pages)."""
+    """Bytes for the page pool (keys, values and every other lane). On a GPU the default takes all that is left."""
     dtype: Literal["auto", "fp32", "fp16", "bf16", "fp8", "nvfp4"] = "auto"
     """Type of cached keys and values; auto: fp32 with fp32 weights, else fp16 (CPU). fp8, nvfp4: MiniMax-M3 alone."""
     prefix_caching: bool = True
     """Keep whole pages of finished requests and reuse them for equal prefixes."""
     retention_half_life_s: Duration = 30.0
     """A waiting session's claim on its pages halves in this time; 0 is plain segmented LRU."""
+    host_memory_bytes: Annotated[int, Range(0)] = 0
+    """Bytes of host memory for pages that leave the pool, copied back when a prompt hits them; 0 keeps none."""
+    events_endpoint: Name | None = None
+    """ZeroMQ address to publish page events at, in vLLM's format, for cache-aware routers; such as tcp://*:5557."""
+    events_replay_endpoint: Name | None = None
+    """ZeroMQ address that sends past page events again to routers that missed some; such as tcp://*:5558."""
+    events_topic: str = ""
+    """ZeroMQ topic of page events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,7 @@ class SchedulerConfig:
     max_running: Annotated[int, Range(1, 4096)] = 16
     """Requests computed at once (rows of the executor)."""
     step_tokens: Annotated[int, Range(1, 1 << 20)] = 512
-    """Token budget of one step: decodes and prefill chunks together."""
+    """Token budget of one step: decodes and prefill chunks together. On a GPU the default becomes 4096."""
     decode_share: Annotated[float, Range(0, 1, open_high=True)] = 0.25
     """Share of the step budget that running decodes keep when prompts wait."""
     target_itl_ms: Duration = 150.0
@@ -106,6 +118,15 @@ class ExecutorConfig:
     """Where steps run."""
     threads: Annotated[int, Range(1, 1024)] | None = None
     """Compute threads of the CPU executor; one per physical core that this process may use if None."""
+    gpu_memory_share: Annotated[float, Range(0, 1)] = 0.92
+    """Share of a GPU's memory to use; the page pool gets what weights and scratch leave of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendConfig:
+    stabilise_headers: Literal["off", "report", "move"] = "report"
+    """Dates, counters and the like in system prompts, which cost the cache of all behind them: off, report them, or
+    move their lines to the system prompt's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +137,38 @@ class ServerConfig:
     """Port to listen on; 0 picks a free one and prints it."""
     api_keys: tuple[Name, ...] = ()
     """Accepted bearer keys; empty admits everyone. /health and /metrics stay open."""
+    api_keys_file: Name | None = None
+    """File with more accepted keys, one a line (# begins a comment): keys on a command line are seen by everyone."""
+    ssl_certfile: Name | None = None
+    """PEM file with the certificate chain to serve HTTPS with; needs ssl_keyfile unless the key is in it too."""
+    ssl_keyfile: Name | None = None
+    """PEM file with the certificate's private key."""
     cors_origins: tuple[Name, ...] = ()
     """Origins that browsers may call from."""
+    model_aliases: tuple[Name, ...] = ()
+    """Other names that requests may call the model, for clients that send their own; * at the end is any ending."""
+    unsupported_tools: Literal["refuse", "drop"] = "refuse"
+    """What Responses and Messages do with tools that would run on the server (web search and such)."""
+    response_store_bytes: Annotated[int, Range(0)] = 64 * MIB
+    """Bytes of responses of /v1/responses to keep for previous_response_id; 0 keeps none."""
+    response_store_ttl_s: Annotated[float, Range(1, 10**9)] = 24 * 3600.0
+    """A kept response that was not used for this long is forgotten."""
+    max_body_bytes: Count = 64 * MIB
+    """Largest body of one HTTP request; a larger one is answered with 413."""
     request_timeout_s: Duration = 0.0
     """Longest time one request may take; 0 is no limit."""
+    drain_s: Duration = 10.0
+    """Time that requests in flight have to finish after SIGTERM; what is left then ends with an error."""
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """Least level that is logged; info has a line for each request."""
+    log_format: Literal["text", "json"] = "text"
+    """How log lines are written: for people, or one JSON object a line with the request's id."""
+    traces_endpoint: Name | None = None
+    """Where OpenTelemetry traces go (OTLP over HTTP, such as http://localhost:4318/v1/traces); needs longturn[otel]."""
+    grammar_timeout_s: Duration = 5.0
+    """Longest time that compiling one request's schema or grammar may take; longer is that request's 400."""
+    grammar_max_bytes: Count = 256 * 1024
+    """Largest schema or grammar of one request, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +179,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    frontend: FrontendConfig = field(default_factory=FrontendConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     cache_dir: Name | None = None
     """Directory for prepared files (packed weights, compiled kernels); the user's cache directory if None."""

@@ -28,7 +28,7 @@ from longturn.config import EngineConfig
 from longturn.engine.protocols import Executor
 from longturn.engine.records import StepOutputs
 from longturn.errors import LongturnError
-from longturn.frontend.engine_pump import Command, PumpedEngine, Rejection, pump
+from longturn.frontend.engine_pump import CacheReset, Command, PumpedEngine, Rejection, pump
 from longturn.frontend.wire import StartupError, decode_command, encode_message
 
 LINGER_MS = 2000
@@ -64,6 +64,9 @@ class SocketTransport:
 
     def send_rejection(self, rejection: Rejection) -> None:
         self._socket.send_multipart(encode_message(rejection))
+
+    def send_reset(self, reset: CacheReset) -> None:
+        self._socket.send_multipart(encode_message(reset))
 
 
 def load_factory(spec: str) -> Callable[[EngineConfig], BuiltEngine]:

@@ -26,6 +26,7 @@ from longturn.assemble import build_engine, build_frontend
 from longturn.config import EngineConfig, check_config
 from longturn.engine.records import EngineStats, FinishReason, SamplingParams
 from longturn.errors import EngineDeadError, LongturnError, RequestError
+from longturn.frontend.grammar import GrammarSpec
 from longturn.frontend.inprocess_engine import InProcessEngine
 from longturn.frontend.parsers.base import join_calls
 from longturn.frontend.records import (
@@ -97,6 +98,7 @@ class LLM:
         *,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        grammar: GrammarSpec | None = None,
         **sampling_options: Any,
     ) -> list[Completion]:
         """Continue texts, or sequences of token ids; all of them are computed together.
@@ -106,6 +108,7 @@ class LLM:
             sampling: how to sample; by default temperature 1 up to the context's end.
             stop: a text that ends an answer, or several.
             ignore_eos: go on past the model's own end of text.
+            grammar: what each answer must be (`longturn.frontend.grammar`).
             **sampling_options: fields of `SamplingParams` that replace those of `sampling`.
 
         Raises:
@@ -114,7 +117,9 @@ class LLM:
         """
         items: Sequence[str] | Sequence[Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         forms = [TextPrompt(p) if isinstance(p, str) else TokenPrompt(tuple(p)) for p in items]
-        requests = [self._request(form, sampling, sampling_options, stop, ignore_eos) for form in forms]
+        requests = [
+            self._request(form, sampling, sampling_options, stop, ignore_eos, grammar=grammar) for form in forms
+        ]
         return self._run(requests)
 
     def chat(
@@ -125,11 +130,12 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] = (),
         stop: str | Sequence[str] = (),
         session_id: str | None = None,
+        grammar: GrammarSpec | None = None,
         **sampling_options: Any,
     ) -> Completion:
         """Answer a conversation. A later call that adds messages to it reuses what has been computed."""
         prompt = ChatPrompt(tuple(messages), tuple(tools))
-        return self._run([self._request(prompt, sampling, sampling_options, stop, False, session_id)])[0]
+        return self._run([self._request(prompt, sampling, sampling_options, stop, False, session_id, grammar)])[0]
 
     def stream_chat(
         self,
@@ -139,11 +145,12 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] = (),
         stop: str | Sequence[str] = (),
         session_id: str | None = None,
+        grammar: GrammarSpec | None = None,
         **sampling_options: Any,
     ) -> Iterator[TextChunk]:
         """Like `chat`, piece by piece. Closing the iterator ends the request."""
         prompt = ChatPrompt(tuple(messages), tuple(tools))
-        request = self._request(prompt, sampling, sampling_options, stop, False, session_id)
+        request = self._request(prompt, sampling, sampling_options, stop, False, session_id, grammar)
         pieces: queue.SimpleQueue[TextChunk | BaseException | None] = queue.SimpleQueue()
 
         async def pump() -> None:
@@ -198,6 +205,7 @@ class LLM:
         stop: str | Sequence[str],
         ignore_eos: bool,
         session_id: str | None = None,
+        grammar: GrammarSpec | None = None,
     ) -> TextRequest:
         number = next(self._numbers)
         base = sampling or SamplingParams(max_tokens=0, seed=self.config.seed + number)
@@ -208,6 +216,7 @@ class LLM:
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             ignore_eos=ignore_eos,
             session_id=session_id,
+            grammar=grammar,
             split_reasoning=isinstance(prompt, ChatPrompt),
             parse_tools=isinstance(prompt, ChatPrompt) and bool(prompt.tools),
         )

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from longturn.bench.agentx import Measurement, measure, too_long
+from longturn.bench.agentx import Measurement, measure
 from longturn.bench.bodies import Api, Prompt, make_bodies
 from longturn.bench.client import ChatClient, TargetError
+from longturn.bench.failures import too_long
 from longturn.bench.metrics import lag_s
 from longturn.bench.presets import Rules, rules_of
 from longturn.bench.records import Answer

@@ -141,3 +141,18 @@ def test_identities_hold_and_independent_switches_have_no_interaction(count: int
         for effect in (switch.on_alone, switch.off_alone, switch.in_sequence, switch.mean_of_orders):
             assert effect is not None
             assert effect.ratio == pytest.approx(factors[switch.name])
+
+
+def test_a_loss_is_as_real_as_a_gain() -> None:
+    found = attribute(["x"], {on(): [200.0, 204.0], on("x"): [100.0, 102.0]})
+    assert found.total.ratio == pytest.approx(0.5)
+    assert found.total.verdict is Verdict.REAL
+
+
+@pytest.mark.parametrize(("runs", "quantile"), [(2, 4.303), (5, 2.306), (16, 2.042), (30, 2.0)])
+def test_margins_use_students_t_of_the_pooled_degrees(runs: int, quantile: float) -> None:
+    """Two configurations of so many runs: 2 * (runs - 1) degrees of freedom; from tables, 2.0 beyond 30."""
+    figures = [math.exp(0.01 * (-1) ** n) for n in range(runs)]
+    found = attribute(["x"], {on(): figures, on("x"): figures})
+    assert found.degrees_of_freedom == 2 * (runs - 1) and found.run_spread is not None
+    assert found.total.margin == pytest.approx(quantile * found.run_spread * math.sqrt(2 / runs))

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from longturn.bench.agentx import measure
 from longturn.bench.bodies import Api, Prompt, make_bodies, make_bodies_with
-from longturn.bench.carry import SLACK_LEAST_TOKENS, LiveBodies, with_answers
+from longturn.bench.carry import SLACK_LEAST_TOKENS, LiveBodies, _Made, _recounted, with_answers
+from longturn.bench.carry_forms import Piece
 from longturn.bench.client import ChatClient
 from longturn.bench.presets import rules_of
 from longturn.bench.records import Answer
@@ -343,3 +344,35 @@ async def test_a_replay_carries_answers_through_subagents_new_sessions_and_failu
         carried += 1
     assert carried > 2
     assert len(bodies._replays) <= 2, "what has ended is forgotten"
+
+
+async def test_a_first_prompt_takes_no_answer_from_an_agent_that_has_none() -> None:
+    """A fork shares 10 blocks with the root's second turn, which holds an answer, and 12 with another agent's first."""
+    server = Server()
+    rows: list[dict[str, Any]] = [
+        row(float(n), list(range(count)), out=20, block=BLOCK) for n, count in ((0, 8), (5, 12))
+    ]
+    plain = row(6.0, [*range(10), 70, 71, 72, 73], out=9, block=BLOCK)
+    fork = row(7.0, [*range(10), 70, 71, 80, 81, 82, 83], out=9, block=BLOCK)
+    for name, request in (("a", plain), ("b", fork)):
+        rows.append(
+            {"t": request["t"], "type": "subagent", "agent_id": name, "status": "completed", "requests": [request]}
+        )
+    found = tree(rows, block=BLOCK, split=False)
+    bodies = await live_bodies(server, found, "completions")
+    first, second, other, forked = (RequestKey(found.id, *place) for place in ((0, 0), (0, 1), (1, 0), (2, 0)))
+    bodies.prompt(found, first, "m")
+    # The other agent starts before the root's answer is there: its prompt is the recorded one.
+    made = bodies.prompt(found, other, "m").fields["prompt"]
+    bodies.answered(found, first, "m", server.answer(bodies.prompt(found, first, "m"), 20))
+    parent = bodies.prompt(found, second, "m").fields["prompt"]
+    child = bodies.prompt(found, forked, "m").fields["prompt"]
+    assert common(child, parent) == 10 * BLOCK > common(child, made)
+
+
+def test_a_recount_is_the_newest_answers() -> None:
+    pieces = (Piece("user", 10), Piece("assistant", 5, live=True), Piece("user", 4), Piece("assistant", 7, live=True))
+    found = _recounted(_Made(pieces, 30, prefix_tokens=2, counted=False), 33)
+    assert [piece.tokens for piece in found.pieces] == [10, 5, 4, 10]
+    assert (found.tokens, found.prefix_tokens, found.counted) == (33, 2, True)
+    assert [piece.tokens for piece in _recounted(found, 20).pieces] == [10, 5, 4, 0], "no fewer than none"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longturn.bench.bodies import Bodies, ChatBodies, Prompt, RecordedBodies, TokenBodies
-from longturn.bench.encoded import encoded
+from longturn.bench.encoded import _Blocks, _Kept, encoded
 from longturn.bench.records import Answer
 from longturn.bench.synth import RequestKey, TokenPrompts, request_keys
 from longturn.bench.synth_chat import ChatPrompts
@@ -107,3 +107,45 @@ def test_other_prompts_are_encoded_as_they_are_and_told_of_answers() -> None:
     fast.forget("a")
     assert told == [(key, "a", answer), "a"]
     assert not isinstance(fast, RecordedBodies), "its prompts must not be made before the answers are there"
+
+
+@pytest.mark.parametrize("kind", ["ids", "chat"])
+def test_blocks_that_the_template_has_no_room_for_keep_the_symbols_that_tell_them_apart(kind: str) -> None:
+    """With 32 words and 60 blocks after one, two symbols tell them apart, though the template leaves room for one."""
+    rows = [row(float(n), [0, 1, 100 + n, 200 + n], block=8, out=8) for n in range(60)]
+    found = tree(rows, block=8, split=False)
+    if kind == "chat":
+        known: Bodies = ChatBodies(
+            ChatPrompts([found], Words(WORDS[:32], tuple(range(32))), ChatCosts(9, 13, 7, 7, 7, 3), 1)
+        )
+    else:
+        known = TokenBodies(TokenPrompts([found], range(32), 1))
+    fast = encoded(known)
+    for key in request_keys(found):
+        assert decoded(fast.prompt(found, key, "m").fields) == known.prompt(found, key, "m").fields
+
+
+def test_kept_blocks_have_a_limit_and_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longturn.bench.encoded._MOST_BYTES", 100)
+    found = tree([row(0.0, [0, 1, 2])])
+    node = found.conversations[0].requests[0].node
+
+    def blocks(size: int) -> _Blocks:
+        return _Blocks(node, bytes(size))
+
+    def there(kept: _Kept) -> list[str]:
+        return [marker for marker in "abc" if kept.nearest(found, marker, 0, node)[1]]
+
+    kept = _Kept()
+    for _ in range(3):  # the same place again is no more memory
+        kept.put(found, "a", 0, blocks(40))
+    kept.put(found, "b", 0, blocks(40))
+    assert there(kept) == ["a", "b"]
+    kept.put(found, "a", 0, blocks(30))
+    kept.put(found, "c", 0, blocks(40))
+    assert there(kept) == ["a", "c"], "the one unused for longest goes"
+    kept.forget("c")
+    kept.put(found, "b", 0, blocks(60))
+    assert there(kept) == ["a", "b"], "what was forgotten takes no room"
+    kept.put(found, "a", 0, blocks(200))
+    assert there(kept) == ["a"], "the newest is kept, whatever its size"

@@ -154,3 +154,15 @@ def test_chunks_are_a_sequence() -> None:
     assert list(chunks[1:]) == [Chunk(2 * 10**9, None)] and Chunk(10**9, None) in chunks
     with pytest.raises(IndexError):
         chunks[2]
+
+
+def test_a_stream_without_its_last_line_is_whole_once_it_said_why_it_ended() -> None:
+    answer = read(event({"content": "a"}, finish_reason="stop"), event({}, finish_reason=None), usage(1))
+    assert (answer.error, answer.finish, answer.end_ns) == (None, "stop", 10**12)
+    assert read(event({"content": "a"})).error == "the stream ended before the answer was complete"
+
+
+def test_a_count_that_falls_makes_no_negative_tokens() -> None:
+    counts = [{"completion_tokens": n} for n in (3, 2, 4)]
+    answer = read(*(event({"content": "a"}, usage=count) for count in counts), DONE)
+    assert [chunk.tokens for chunk in answer.chunks] == [3, 0, 2]

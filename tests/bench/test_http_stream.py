@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longturn.bench.http_stream import AddressError, HttpError, HttpStream
+from longturn.bench.http_connection import HttpError
+from longturn.bench.http_stream import AddressError, HttpStream, NoConnectionError
 
 
 @dataclass
@@ -35,14 +36,18 @@ class Scripted:
     script: list[list[bytes | None]]
     connections: int = 0
     requests: list[tuple[bytes, bytes]] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+    """Number of the connection that each request came on."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        number = self.connections
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                 self.requests.append((head, await reader.readexactly(length)))
+                self.used.append(number)
                 for piece in self.script.pop(0):
                     if piece is None:
                         return
@@ -208,3 +213,70 @@ def test_addresses_and_headers() -> None:
             HttpStream(url, headers={})
     with pytest.raises(ValueError, match="X-A holds a line end"):
         HttpStream("http://h", headers={"X-A": "1\r\nX-B: 2"})
+
+
+async def test_the_connection_used_last_is_used_again_and_old_ones_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("longturn.bench.http_stream.time.monotonic", lambda: now_s)
+    async with scripted(*[[chunked(b"a")]] * 7) as (server, http):
+
+        async def both() -> None:
+            await asyncio.gather(*(http.post("/x", b"", {}, Collected()) for _ in range(2)))
+
+        await both()
+        now_s = 3.0
+        await http.post("/x", b"", {}, Collected())
+        await http.post("/x", b"", {}, Collected())
+        assert server.connections == 2 and server.used[-2] == server.used[-1]
+        now_s = 6.0  # the other one has been idle for 6 s, this one for 3
+        await both()
+        assert server.connections == 3 and server.used[3] in server.used[4:]
+
+
+async def test_an_answer_before_the_request_was_sent_whole_ends_the_connection() -> None:
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 1\r\n\r\nx")
+        await writer.drain()
+        await asyncio.sleep(0.05)  # the body is never read
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        http = HttpStream(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", headers={})
+        for _ in range(2):
+            found = Collected()
+            await http.post("/x", bytes(32 << 20), {}, found)
+            assert found.status == 413
+        http.close()
+    assert connections == 2
+
+
+async def test_ports_and_credentials_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[tuple[object, ...]] = []
+
+    async def refuse(self: object, factory: object, host: str, port: int, **more: object) -> None:
+        places.append((host, port, more["ssl"] is not None))
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("asyncio.BaseEventLoop.create_connection", refuse)
+    for url in ("http://h", "https://h", "https://h:8443", "http://[::1]:80"):
+        with pytest.raises(NoConnectionError):
+            await HttpStream(url, headers={}).post("/x", b"", {}, Collected())
+    assert places == [("h", 80, False), ("h", 443, True), ("h", 8443, True), ("::1", 80, False)]
+
+
+@pytest.mark.parametrize(
+    ("headers", "wanted"),
+    [({}, b"Authorization: Basic dTpwQA=="), ({"Authorization": "Bearer k"}, b"Authorization: Bearer k")],
+)
+async def test_a_key_comes_before_the_addresss_user(headers: dict[str, str], wanted: bytes) -> None:
+    server = Scripted([[chunked(b"a")]])
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        http = HttpStream(f"http://u:p%40@127.0.0.1:{listening.sockets[0].getsockname()[1]}", headers=headers)
+        await http.post("/x", b"", {}, Collected())
+        http.close()
+    assert [line for line in server.requests[0][0].split(b"\r\n") if line.startswith(b"Authorization")] == [wanted]

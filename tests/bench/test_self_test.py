@@ -10,7 +10,8 @@ from longturn.bench.agentx import AgentTurn, Measurement
 from longturn.bench.lanes import Send
 from longturn.bench.null_protocol import NullStream
 from longturn.bench.records import Answer, Chunk, TurnRecord
-from longturn.bench.self_test import Reading, SelfTestOptions, evaluate, long_session, self_test
+from longturn.bench.self_test import Reading, evaluate, self_test
+from longturn.bench.self_test_load import SelfTestOptions, long_session
 from longturn.bench.synth import RequestKey
 from longturn.bench.validity import Asked, Conduct
 from longturn.cli.main import main
@@ -92,7 +93,7 @@ def test_the_session_grows_by_blocks_and_shares_all_that_came_before() -> None:
     assert inputs == [20_000 + 1200 * n for n in range(40)]
     one, other = tree.root.requests[3], tree.root.requests[4]
     assert tree.trie.common(one.node, other.node) == one.node
-    with pytest.raises(ConfigError, match="--prompt-tokens must be at least 9392, not 100"):
+    with pytest.raises(ConfigError, match="prompt_tokens must be at least 9392, not 100"):
         long_session(replace(OPTIONS, prompt_tokens=100))
 
 

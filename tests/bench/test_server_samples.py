@@ -71,6 +71,7 @@ def test_lines_with_timestamps_odd_ends_and_no_labels() -> None:
     assert state_of(b"vllm:num_requests_running 4 1700000000000", 0).running == 4
     assert state_of(b'vllm:num_requests_running{a="}"} 4e0 17\r\n', 0).running == 4
     assert state_of(b"vllm:num_requests_running\t4", 0).running == 4
+    assert state_of(b"vllm:num_requests_running2 9\nvllm:num_requests_running 4", 0).running == 4
     for text in (b"", b"\xff\xfe", b"vllm:num_requests_running{", b"vllm:num_requests_running x", b"<html>"):
         assert state_of(text, 0).empty
 

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from longturn.cli.main import main
 from tests.bench.fake_server import FakeServer, running
@@ -61,3 +63,43 @@ def test_a_failed_answer_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, capsys
         assert chat(monkeypatch, url, ["one", "two"]) == 1
     assert [m["content"] for m in fake.requests[1]["messages"]] == ["two"]
     assert "longturn: error: HTTP 500: scripted failure" in capsys.readouterr().err
+
+
+class ThinkingServer(FakeServer):
+    """Thinks before each answer, under both names of the field or under one."""
+
+    names = ("reasoning", "reasoning_content")
+
+    @staticmethod
+    async def _event(response: web.StreamResponse, event: dict[str, Any]) -> None:
+        await FakeServer._event(response, event)
+        if event.get("choices") and event["choices"][0].get("delta", {}).get("role"):
+            for piece in ("I ", "think"):
+                delta = dict.fromkeys(ThinkingServer.names, piece)
+                await FakeServer._event(response, {"choices": [{"index": 0, "delta": delta}]})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("names", [("reasoning", "reasoning_content"), ("reasoning",)])
+def test_reasoning_is_dim_and_apart(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+    monkeypatch.setattr(ThinkingServer, "names", names)
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    fake = ThinkingServer()
+    with running(fake) as url:
+        assert chat(monkeypatch, url, ["one", "two"]) == 0
+    assert screen.getvalue().count("\x1b[2mI think\x1b[0m\n\nw w w ") == 2
+    assert [m["content"] for m in fake.requests[1]["messages"]] == ["one", "w w w ", "two"]
+
+
+def test_scripts_read_the_answer_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(ThinkingServer()) as url:
+        assert chat(monkeypatch, url, ["one"]) == 0
+        assert "think" not in capsys.readouterr().out
+        assert chat(monkeypatch, url, ["one"], "--json") == 0
+        answer = json.loads(capsys.readouterr().out)
+    assert (answer["text"], answer["reasoning"]) == ("w w w ", "I think")

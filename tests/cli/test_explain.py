@@ -15,7 +15,7 @@ from longturn.cli import explain_result, explain_run
 from longturn.cli.explain_plan import changed_settings, compare, run_digest
 from longturn.cli.explain_run import RunError, check_load
 from longturn.cli.main import main
-from longturn.config import EngineConfig
+from longturn.config import EngineConfig, ModelConfig, ServerConfig
 from longturn.errors import ConfigError
 from longturn.report.explanation import explanation_from_json, explanation_to_json, load_explanation
 from longturn.report.explanation_page import render_explanation
@@ -45,7 +45,7 @@ class Bench:
             raise self.stop
         self.labels.append(label)
         total = self.total(config, self.labels.count(label))
-        return point(label, 1, total, total / 100, flags={**flags, "explain.wall_s": "30.0"})
+        return point(label, 1, total, total / 100, flags={**flags, "explain.wall_s": str(10.0 * len(self.labels))})
 
 
 def product(config: EngineConfig, run: int) -> float:
@@ -171,7 +171,7 @@ def test_a_plan_measures_nothing_and_knows_what_is_left(
     shown = capsys.readouterr().out
     assert "A: 1 of 2 runs measured" in shown
     assert "A with run_ahead: 0 of 2 runs measured" in shown
-    assert "5 runs to take, in about 2 min, 30 s each" in shown
+    assert "5 runs to take, in about 2 min, 20 s each" in shown
 
 
 def run_once(monkeypatch: pytest.MonkeyPatch, load: list[str], *, caching: bool = True) -> Point:
@@ -229,6 +229,11 @@ def test_configurations_come_from_files_options_and_switches(tmp_path: Path) -> 
     }  # fmt: skip
 
 
+def test_keys_and_folders_are_not_shown() -> None:
+    config = EngineConfig(model=ModelConfig(path="/home/someone/model.gguf"), server=ServerConfig(api_keys=("secret",)))
+    assert changed_settings(config) == {"model.path": "model.gguf", "server.api_keys": "(not shown)"}
+
+
 def test_settings_thrown_together_and_the_order() -> None:
     options = "weights=fp32,prefix_caching=false,max_running=4"
     found = compare(options, "defaults", [], ["weights,max_running"], ["prefix_caching"])
@@ -265,6 +270,14 @@ def test_a_run_is_known_by_what_decides_it() -> None:
         (lambda: check_load([]), "--load starts with agentx or replay, not ''"),
         (lambda: check_load(["quality"]), "not 'quality'"),
         (lambda: check_load(["replay", "--out=x"]), "--out is set by explain"),
+        (lambda: check_load(["replay", "--lane", "2"]), "unrecognized arguments: --lane 2 (see `longturn bench replay"),
+        (
+            lambda: check_load(["agentx", "--concurrency", "1,2"]),
+            "--load: an explanation needs one concurrency, not 1,2",
+        ),
+        (lambda: check_load(["agentx", "--duration", "0"]), "--duration must be more than 0, not 0.0"),
+        (lambda: check_load(["agentx", "--max-context", "1"]), "--max-context must be at least 2, not 1"),
+        (lambda: compare(None, "run_ahead=false", [], [], ["run_ahead", "run_ahead"]), "'run_ahead' is there twice"),
     ],
 )
 def test_bad_input(call: Callable[[], Any], message: str) -> None:
@@ -422,3 +435,14 @@ def test_the_record_survives_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert explanation_from_json(explanation_to_json(made)) == made
     with pytest.raises(ResultError, match="not a longturn-explanation file"):
         explanation_from_json(b'{"kind": "longturn-point"}')
+
+
+def test_a_load_with_an_open_quote_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(tmp_path, "--load", 'agentx "--seed 1') == ConfigError.exit_code
+    assert capsys.readouterr().err == 'longturn: error: --load: No closing quotation: agentx "--seed 1\n'
+
+
+def test_a_figure_asked_for_twice_is_explained_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use(monkeypatch, Bench(product))
+    assert explain(tmp_path, "--metric", "total", "--metric", "output") == 0
+    assert [figure.figure for figure in load_explanation(tmp_path / "explanation.json").figures] == ["total", "output"]

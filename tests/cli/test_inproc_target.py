@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from longturn.bench.agentx import too_long
+from longturn.bench.failures import too_long
 from longturn.bench.metrics import itl_s, ttft_s
 from longturn.bench.synth_words import find_words, measure_costs
 from longturn.cli.inproc_target import InprocTarget

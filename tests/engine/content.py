@@ -134,7 +134,7 @@ class ContentExecutor:
                 self.rows[work.row].tainted = True
         results = [self._compute(work.row, work.start, work.count, work.samples) for work in plan.work]
         assert len({work.row for work in plan.work}) == len(plan.work), "a row has two work items in one step"
-        assert plan.work, "an empty step"
+        assert plan.work or self.info.host_pages, "an empty step"
         self.unread[plan.step_id] = {page for work in plan.work for page in self.rows[work.row].pages}
         elapsed = self.costs.step + sum(
             work.count * self.costs.token + work.count * (work.start + work.count // 2) * self.costs.pair

@@ -1,4 +1,4 @@
-"""MiniMax-M3's reasoning blocks, whole and in pieces."""
+"""Reasoning blocks as MiniMax-M3 and as Qwen3 write them, whole and in pieces."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longturn.frontend.parsers.base import parse_reasoning
-from longturn.frontend.parsers.minimax_m3_reasoning import CLOSE, OPEN, MinimaxM3Reasoning
 from longturn.frontend.parsers.minimax_m3_tags import TOOL_BLOCK
+from longturn.frontend.parsers.reasoning import MINIMAX_M3, THINK, MarkedReasoning
 
+OPEN, CLOSE = MINIMAX_M3.open, MINIMAX_M3.close
 CALL = f'{TOOL_BLOCK}]<]minimax[>[<invoke name="f">]<]minimax[>[</invoke>]<]minimax[>[</tool_call>'
 
 WHOLE = [
@@ -52,23 +53,47 @@ WHOLE = [
 ]
 
 
-def in_pieces(parser: MinimaxM3Reasoning, pieces: Sequence[str]) -> tuple[str, str]:
+SPACED = [
+    ("ai\n", "<think>\na thought\n</think>\n\nan answer\n", "a thought", "an answer\n"),
+    ("ai\n", "<think>\n\none\n\ntwo \n\n</think>an answer", "one\n\ntwo", "an answer"),
+    ("ai\n<think>\n", "a thought\n</think>\n\nan answer", "a thought", "an answer"),
+    ("ai\n<think>\n\n</think>\n\n", "\nan answer", "", "\nan answer"),
+    ("ai\n", "<think>\n\n</think>\n\nan answer", "", "an answer"),
+    ("ai\n", "an answer <think>", "", "an answer <think>"),
+    ("ai\n", "<think>\na thought \n", "a thought", ""),
+    ("ai\n", "<think> a </think> \n", "a", ""),
+    ("ai\n", "<think>\nplan\n<tool_call>{}</tool_call>", "plan", "<tool_call>{}</tool_call>"),
+    ("ai\n", "<think>\nplan\n<tool_call>{} no\n</think>\nyes", "plan\n<tool_call>{} no", "yes"),
+]
+
+
+def m3(prompt: str, *, calls_end: bool = True) -> MarkedReasoning:
+    return MarkedReasoning(prompt, MINIMAX_M3, calls_end=calls_end)
+
+
+@pytest.mark.parametrize(("prompt", "text", "reasoning", "content"), SPACED)
+def test_lines_around_the_markers_belong_to_the_format(prompt: str, text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))):
+        assert in_pieces(MarkedReasoning(prompt, THINK), pieces) == (reasoning, content)
+
+
+def in_pieces(parser: MarkedReasoning, pieces: Sequence[str]) -> tuple[str, str]:
     made = [*(parser.push(piece) for piece in pieces), parser.finish()]
     return "".join(piece.reasoning for piece in made), "".join(piece.content for piece in made)
 
 
 @pytest.mark.parametrize(("prompt", "text", "reasoning", "content"), WHOLE)
 def test_texts_by_hand(prompt: str, text: str, reasoning: str, content: str) -> None:
-    whole = parse_reasoning(MinimaxM3Reasoning(prompt), text)
+    whole = parse_reasoning(m3(prompt), text)
     assert (whole.reasoning, whole.content) == (reasoning, content)
-    assert in_pieces(MinimaxM3Reasoning(prompt), list(text)) == (reasoning, content)
+    assert in_pieces(m3(prompt), list(text)) == (reasoning, content)
     for cut in range(len(text)):
-        assert in_pieces(MinimaxM3Reasoning(prompt), [text[:cut], text[cut:]]) == (reasoning, content)
+        assert in_pieces(m3(prompt), [text[:cut], text[cut:]]) == (reasoning, content)
 
 
 @pytest.mark.parametrize(("prompt", "text", "reasoning", "content"), WHOLE)
 def test_span_is_where_the_reasoning_stands(prompt: str, text: str, reasoning: str, content: str) -> None:
-    parser = MinimaxM3Reasoning(prompt)
+    parser = m3(prompt)
     in_pieces(parser, list(text))
     first, end = parser.span
     assert text[first:end] == reasoning
@@ -76,11 +101,11 @@ def test_span_is_where_the_reasoning_stands(prompt: str, text: str, reasoning: s
 
 def test_without_tools_a_call_in_open_reasoning_stays_there() -> None:
     text = f"{OPEN}a plan\n{CALL}"
-    assert in_pieces(MinimaxM3Reasoning("", calls_end=False), list(text)) == (f"a plan\n{CALL}", "")
+    assert in_pieces(m3("", calls_end=False), list(text)) == (f"a plan\n{CALL}", "")
 
 
 def test_nothing_is_held_back_without_need() -> None:
-    parser = MinimaxM3Reasoning("")
+    parser = m3("")
     assert parser.push(OPEN + "a thought").reasoning == "a thought"
     assert parser.push(" <").reasoning == " "
     assert parser.push("b").reasoning == "<b"
@@ -113,14 +138,21 @@ FRAGMENTS = st.sampled_from(
 @given(st.lists(FRAGMENTS, max_size=12), st.lists(st.integers(0, 200), max_size=8), st.booleans(), st.booleans())
 def test_any_text_cut_anywhere(fragments: list[str], cuts: list[int], opened: bool, calls_end: bool) -> None:
     text, prompt = "".join(fragments), OPEN if opened else "ai\n"
-    whole = parse_reasoning(MinimaxM3Reasoning(prompt, calls_end=calls_end), text)
+    whole = parse_reasoning(m3(prompt, calls_end=calls_end), text)
     at = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     pieces = [text[a:b] for a, b in itertools.pairwise(at)]
     for cut in (pieces, list(text)):
-        parser = MinimaxM3Reasoning(prompt, calls_end=calls_end)
+        parser = m3(prompt, calls_end=calls_end)
         assert in_pieces(parser, cut) == (whole.reasoning, whole.content)
         first, end = parser.span
         assert text[first:end] == whole.reasoning
+    think = text.replace("mm:think", "think").replace("mm:", "")
+    spaced = parse_reasoning(MarkedReasoning("<think>" if opened else "", THINK, calls_end=calls_end), think)
+    assert in_pieces(MarkedReasoning("<think>" if opened else "", THINK, calls_end=calls_end), list(think)) == (
+        spaced.reasoning,
+        spaced.content,
+    )
+    assert spaced.reasoning == spaced.reasoning.strip()
     # Nothing but a marker on each side and white space before the first goes.
     before, after = text[:first], text[end:]
     assert before.strip() in ("", OPEN) and after.endswith(whole.content)

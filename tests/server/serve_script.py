@@ -1,7 +1,11 @@
-"""`longturn serve` without a model, for tests that need a whole server process: PORT FACTORY DRAIN_S."""
+"""`longturn serve` without a model, for tests that need a whole server process: PORT FACTORY DRAIN_S [SETTINGS].
+
+SETTINGS is a JSON object of more server settings.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 
 from longturn.config import EngineConfig, ServerConfig
@@ -17,9 +21,10 @@ def text_side(config: EngineConfig, engine: RemoteEngine) -> tuple[ByteService, 
 
 
 if __name__ == "__main__":
-    config = EngineConfig(server=ServerConfig(port=int(sys.argv[1])))
+    more = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    config = EngineConfig(server=ServerConfig(port=int(sys.argv[1]), drain_s=float(sys.argv[3]), **more))
     try:
-        serve(config, build_service=text_side, engine_factory=sys.argv[2], drain_s=float(sys.argv[3]))
+        serve(config, build_service=text_side, engine_factory=sys.argv[2])
     except LongturnError as error:
         print(f"longturn: error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

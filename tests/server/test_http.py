@@ -49,6 +49,13 @@ BAD: list[tuple[str, Any, str | None, str]] = [
         "messages[0].content[0].type",
         "'image_url' is not supported",
     ),
+    (CHAT, {"messages": [*USER, {"role": "assistant", "tool_calls": 1}]}, "messages[1].tool_calls", "list of objects"),
+    (
+        CHAT,
+        {"messages": [*USER, {"role": "assistant", "tool_calls": ["f"]}]},
+        "messages[1].tool_calls",
+        "list of objects",
+    ),
     (CHAT, {"messages": USER, "temperature": "hot"}, "temperature", "expected `float | null`, got `str`"),
     (CHAT, {"messages": USER, "max_tokens": 2.5}, "max_tokens", "expected `int | null`"),
     (CHAT, {"messages": USER, "max_tokens": 0}, "max_tokens", "at least 1, not 0"),
@@ -58,19 +65,22 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"messages": USER, "logit_bias": {"x": 1}}, "logit_bias", "expected"),
     (CHAT, {"messages": USER, "stop": [1]}, "stop[0]", "expected `str`, got `int`"),
     (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "needs 'logprobs'"),
-    (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "only 'none' and 'auto'"),
-    (CHAT, {"messages": USER, "tool_choice": {"type": "function"}}, "tool_choice", "only 'none' and 'auto'"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format", "only"),
-    (CHAT, {"messages": USER, "guided_regex": "a*"}, "guided_regex", "not supported"),
+    (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "there are no tools"),
+    (CHAT, {"messages": USER, "tool_choice": {"type": "function"}}, "tool_choice.function.name", "must be a text"),
+    (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type", "must be 'text'"),
+    (CHAT, {"messages": USER, "guided_regex": ""}, "guided_regex", "non-empty text"),
     (CHAT, {"messages": USER, "functions": [{}]}, "functions", "use 'tools'"),
     (CHAT, {"messages": USER, "stream_options": {"include_usage": True}}, "stream_options", "'stream' is true"),
     (CHAT, {"messages": USER, "modalities": ["audio"]}, "modalities", "only 'text'"),
     (TEXT, {"prompt": []}, "prompt", "non-empty list"),
     (TEXT, {"prompt": ["a", 1]}, "prompt", "non-empty list"),
     (TEXT, {"prompt": [[1.5]]}, "prompt[0][0]", "expected `int`"),
-    (TEXT, {"prompt": "a", "echo": True}, "echo", "not supported"),
+    (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, "echo", "log-probabilities of the prompt"),
     (TEXT, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-    (TEXT, {"prompt": "a", "best_of": 3}, "best_of", "must equal 'n'"),
+    (TEXT, {"prompt": "a", "best_of": 1, "n": 2}, "best_of", "between 'n' (2) and 128, not 1"),
+    (TEXT, {"prompt": "a", "best_of": 129}, "best_of", "not 129"),
+    (TEXT, {"prompt": "a", "best_of": 2, "stream": True}, "best_of", "must equal 'n'"),
+    (TEXT, {"prompt": ["a"] * 100, "best_of": 2}, "prompt", "more than 128"),
     (TEXT, {"prompt": ["a"] * 100, "n": 2}, "prompt", "more than 128"),
     (TEXT, {"prompt": "a", "logprobs": True}, "logprobs", "expected `int | null`, got `bool`"),
     ("/tokenize", {}, "prompt", "either 'prompt' or 'messages'"),
@@ -138,9 +148,8 @@ async def test_paths_and_methods(start: Start) -> None:
     assert wrong.json()["error"]["code"] == "method_not_allowed"
 
 
-async def test_absurd_bodies_are_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longturn.server.gate.MAX_BODY_BYTES", 1000)
-    served = await start()
+async def test_absurd_bodies_are_refused(start: Start) -> None:
+    served = await start(config=EngineConfig(server=ServerConfig(max_body_bytes=1000)))
 
     async def pieces() -> Any:
         for _ in range(20):
@@ -149,7 +158,9 @@ async def test_absurd_bodies_are_refused(start: Start, monkeypatch: pytest.Monke
     async with served.http() as http:
         announced = await http.post(CHAT, content=b"x" * 1001)
         chunked = await http.post(CHAT, content=pieces())
+        allowed = await http.post(CHAT, content=b"x" * 1000)
     assert announced.status_code == chunked.status_code == 413
+    assert announced.json()["error"]["code"] == "request_too_large" and allowed.status_code == 400
 
 
 async def test_a_request_may_take_only_so_long(start: Start) -> None:
@@ -211,23 +222,23 @@ async def test_metrics(start: Start) -> None:
     def value(name: str, **labels: str) -> float:
         return samples[(name, *sorted({"model_name": "mock", **labels}.items()))]
 
-    for name in ("longturn:ttft_seconds_count", "vllm:time_to_first_token_seconds_count"):
+    for name in ("longturn_ttft_seconds_count", "vllm:time_to_first_token_seconds_count"):
         assert value(name) == 3
-    for name in ("longturn:request_generation_tokens_sum", "vllm:request_generation_tokens_sum"):
+    for name in ("longturn_request_generation_tokens_sum", "vllm:request_generation_tokens_sum"):
         assert value(name) == 8
     assert value("vllm:request_prompt_tokens_bucket", le="4.0") == 0
     assert value("vllm:request_prompt_tokens_bucket", le="16.0") == 2
-    assert value("longturn:request_cached_tokens_sum") == 2
+    assert value("longturn_request_cached_tokens_sum") == 2
     assert value("vllm:request_queue_time_seconds_sum") == pytest.approx(2 * 0.001)
     assert value("vllm:request_prefill_time_seconds_sum") == pytest.approx(2 * 0.002)
     assert value("vllm:request_decode_time_seconds_sum") == pytest.approx(2 * 0.006)
     assert value("vllm:request_inference_time_seconds_sum") == pytest.approx(2 * 0.008)
     assert value("vllm:request_success_total", finished_reason="length") == 2
     assert value("vllm:request_success_total", finished_reason="abort") == 1
-    assert value("longturn:requests_finished_total", finished_reason="error") == 0
-    assert value("longturn:requests_open") == 0 and value("longturn:engine_up") == 1
-    assert value("vllm:prompt_tokens_total") == 15 and value("longturn:aborts_total") == 1
-    assert 'longturn:http_responses_total{path="/v1/chat/completions",status="200"} 2.0' in text
+    assert value("longturn_requests_finished_total", finished_reason="error") == 0
+    assert value("longturn_requests_open") == 0 and value("longturn_engine_up") == 1
+    assert value("vllm:prompt_tokens_total") == 15 and value("longturn_aborts_total") == 1
+    assert 'longturn_http_responses_total{path="/v1/chat/completions",status="200"} 2.0' in text
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
                  "prefix_cache_queries_total", "prefix_cache_hits_total", "generation_tokens_total",
                  "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count",
@@ -240,7 +251,7 @@ async def test_two_servers_count_apart(start: Start) -> None:
     one, two = await start(), await start()
     await one.chat(max_tokens=1)
     async with two.http() as http:
-        assert 'longturn:e2e_latency_seconds_count{model_name="mock"} 0.0' in (await http.get("/metrics")).text
+        assert 'longturn_e2e_latency_seconds_count{model_name="mock"} 0.0' in (await http.get("/metrics")).text
 
 
 async def test_a_waiting_stream_is_kept_alive(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

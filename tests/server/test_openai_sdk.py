@@ -306,7 +306,7 @@ async def test_an_engine_that_dies_answers_503_and_comes_back() -> None:
             await until(lambda: engine.alive, 20)
             assert (await http.get("/health")).json() == {"status": "ok"}
             assert (await served.chat(max_tokens=3, seed=0)).choices[0].message.content == text_of("hello", 3)
-            assert 'longturn:engine_restarts_total{model_name="mock"} 1.0' in (await http.get("/metrics")).text
+            assert 'longturn_engine_restarts_total{model_name="mock"} 1.0' in (await http.get("/metrics")).text
 
 
 class _Closing:

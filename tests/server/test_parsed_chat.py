@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from longturn.config import EngineConfig
 from longturn.engine.records import FinishReason
 from longturn.frontend.parsers.output import OutputParser
 from longturn.frontend.parsers.registry import output_format
-from longturn.frontend.records import ChatPrompt, TextChunk, TextRequest, TokenLogprob, Usage
+from longturn.frontend.records import ChatPrompt, TextChunk, TextRequest, TokenLogprob, ToolChoice, Usage
 from longturn.server import sse
 from longturn.server.app import create_app
 from longturn.server.ports import ServedModel
@@ -40,6 +41,9 @@ class Engine:
 
     def health(self) -> str:
         return "ok"
+
+    def abort(self, request_id: str) -> bool:
+        return False
 
 
 class WritingService:
@@ -199,6 +203,41 @@ async def test_template_arguments_reach_the_template(start: Start) -> None:
     prompt = service.requests[0].prompt
     assert isinstance(prompt, ChatPrompt)
     assert prompt.template_kwargs == {"thinking_mode": "enabled", "reasoning_effort": "high"}
+
+
+async def test_no_reasoning_effort_is_no_thinking(start: Start) -> None:
+    service = WritingService(["b"])
+    served = await start(service=service)
+    await served.chat(reasoning_effort="none")
+    await served.chat(reasoning_effort="none", extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    kwargs = [request.prompt.template_kwargs for request in service.requests if isinstance(request.prompt, ChatPrompt)]
+    assert kwargs == [
+        {"reasoning_effort": "none", "enable_thinking": False},
+        {"reasoning_effort": "none", "enable_thinking": True},
+    ]
+
+
+async def test_the_choice_of_tools_reaches_the_frontend(start: Start) -> None:
+    service = WritingService([CALLS])
+    served = await start(service=service)
+    named = {"type": "function", "function": {"name": "run"}}
+    for options in (
+        {},
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": TOOLS, "tool_choice": named},
+        {"tools": TOOLS, "tool_choice": "none"},
+    ):
+        await served.chat(**options)
+    assert [(request.parse_tools, request.tool_choice) for request in service.requests] == [
+        (False, ToolChoice("none")),
+        (True, ToolChoice("auto")),
+        (True, ToolChoice("required", parallel=False)),
+        (True, ToolChoice("required", ("run",), parallel=False)),
+        (False, ToolChoice("none")),
+    ]
+    with pytest.raises(openai.BadRequestError, match="'walk', which is none of the tools"):
+        await served.chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "walk"}})
 
 
 async def test_reasoning_tokens_are_there_when_0(start: Start) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,13 +23,14 @@ def start(
     factory: str = "tests.server.engine_mock:build",
     temporary: Path | None = None,
     drain_s: float = 10.0,
+    more: dict[str, Any] | None = None,
 ) -> subprocess.Popen[str]:
     path = os.pathsep.join(p for p in sys.path if p)
     environment = {**os.environ, "PYTHONPATH": path}
     if temporary is not None:
         environment["TMPDIR"] = str(temporary)
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.server.serve_script", str(port), factory, str(drain_s)],
+        [sys.executable, "-m", "tests.server.serve_script", str(port), factory, str(drain_s), json.dumps(more or {})],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -37,13 +40,16 @@ def start(
 
 @contextmanager
 def ready(
-    temporary: Path, factory: str = "tests.server.engine_mock:build", drain_s: float = 10.0
+    temporary: Path,
+    factory: str = "tests.server.engine_mock:build",
+    drain_s: float = 10.0,
+    more: dict[str, Any] | None = None,
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = start(0, factory, temporary, drain_s)
+    process = start(0, factory, temporary, drain_s, more)
     assert process.stdout is not None and process.stderr is not None
     try:
         line = process.stdout.readline()
-        assert "http://127.0.0.1:" in line, process.stderr.read()
+        assert "://127.0.0.1:" in line, process.stderr.read()
         yield process, line.split()[-1]
     finally:
         process.kill()
@@ -128,14 +134,14 @@ def test_the_real_engine_gives_pages_back(tmp_path: Path) -> None:
         with http.stream("POST", "/v1/chat/completions", json={**body, "max_tokens": 3000, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
-            assert gauge(http, "longturn:pages_used") > 0
+            assert gauge(http, "longturn_pages_used") > 0
             del lines  # httpx closes the connection when its iterator is dropped
         end = time.monotonic() + 1.0
-        while gauge(http, "longturn:pages_used") > 0:
+        while gauge(http, "longturn_pages_used") > 0:
             assert time.monotonic() < end, "pages are not back within a second"
             time.sleep(0.02)
-        assert gauge(http, "longturn:aborts_total") == 1
-        assert gauge(http, "longturn:leak_faults_total") == 0
+        assert gauge(http, "longturn_aborts_total") == 1
+        assert gauge(http, "longturn_leak_faults_total") == 0
 
 
 def gauge(http: httpx.Client, name: str) -> float:

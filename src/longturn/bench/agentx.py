@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,28 +15,21 @@ from typing import Any, Protocol
 
 from longturn.bench.bodies import Bodies, Prompt
 from longturn.bench.client import TargetError
+from longturn.bench.failures import Failures, too_long
 from longturn.bench.lanes import NS_PER_S, LiveTree, Send, to_ns
 from longturn.bench.presets import Rules
 from longturn.bench.prompts_ahead import PromptsAhead
-from longturn.bench.records import Answer, TurnRecord
+from longturn.bench.records import TurnRecord
 from longturn.bench.schedule import Schedule
 from longturn.bench.server_samples import ReadState, ServerHistory, ServerWatch, interval_s
-from longturn.bench.synth import RequestKey
+from longturn.bench.synth import RequestKey, request_of
 from longturn.bench.target import Target
-from longturn.bench.traces.tree import SessionTree, TraceRequest
+from longturn.bench.traces.tree import SessionTree
 from longturn.bench.validity import Asked, Conduct
 
 _TICK_S = 0.25
 _NEAR_NS = 1_200_000
 """asyncio's timers are late by up to a millisecond: the last moments before a send are waited for without one."""
-_MOST_ERRORS_IN_A_ROW = 20
-"""A server that answers nothing else is gone, and without pauses a replay would flood it."""
-_LEAST_ENDED = 20
-"""Error rates of fewer requests than this stop nothing."""
-
-_TOO_LONG = re.compile(
-    r"(HTTP (400|413|422)|refused):.*(context|max_model_len|too long|does not fit|maximum.*length)", re.I
-)
 
 
 class AgentProgress(Protocol):
@@ -158,9 +150,7 @@ class _Runner:
         self._planned: dict[str, int] = {}
         self._conduct = Conduct()
         self._origin_ns = self._clock_ns()
-        self._failed = 0
-        self._failed_in_a_row = 0
-        self._last_error = ""
+        self._failures = Failures(rules.error_limit)
         self._warmup_requests = 0
 
     async def run(self) -> Measurement:
@@ -270,7 +260,7 @@ class _Runner:
             if now_ns >= give_up_ns:
                 self._conduct = replace(self._conduct, undrained=len(self._tasks))
                 return
-            self._progress.measuring(now_ns / NS_PER_S, len(self._turns), self._failed, len(self._tasks))
+            self._progress.measuring(now_ns / NS_PER_S, len(self._turns), self._failures.count, len(self._tasks))
             self._prompts.make_next(now_ns)
             due_ns = schedule.next_ns()
             until_ns = due_ns if due_ns is not None else give_up_ns if schedule.closed else schedule.end_ns
@@ -309,7 +299,7 @@ class _Runner:
 
     async def _turn(self, send: Send, live: LiveTree, making: asyncio.Task[Prompt]) -> None:
         prompt = making.result() if making.done() else await making
-        output_tokens = max(1, _request(live.tree, send.key).output_tokens)
+        output_tokens = max(1, request_of(live.tree, send.key).output_tokens)
         answer = await self._client.send(
             self._body(prompt, output_tokens),
             intended_ns=self._origin_ns + send.due_ns,
@@ -328,28 +318,8 @@ class _Runner:
         if self._schedule.lanes[send.lane] is not live:
             self._bodies.forget(live.marker)
             self._prompts.drop(send.lane, send.recycle)
-        self._check_errors(answer)
-        self._wake.set()
-
-    def _check_errors(self, answer: Answer) -> None:
-        self._failed += not answer.ok
-        self._failed_in_a_row = 0 if answer.ok else self._failed_in_a_row + 1
-        self._last_error = answer.error or self._last_error
-        ended, limit = len(self._turns), self._rules.error_limit
-        reason = None
-        if self._failed_in_a_row >= _MOST_ERRORS_IN_A_ROW:
-            reason = f"{self._failed_in_a_row} requests in a row failed, last: {self._last_error}"
-        elif limit is not None and ended >= _LEAST_ENDED and self._failed / ended > limit:
-            reason = f"{self._failed} of {ended} requests failed, last: {self._last_error}"
+        reason = self._failures.add(answer)
         if reason is not None and self._conduct.cancelled is None:
             self._conduct = replace(self._conduct, cancelled=reason)
             self._schedule.close()
-
-
-def _request(tree: SessionTree, key: RequestKey) -> TraceRequest:
-    return tree.conversations[key.conversation].requests[key.index]
-
-
-def too_long(error: str) -> bool:
-    """Whether an error says that a prompt did not fit the server's context."""
-    return _TOO_LONG.match(error) is not None
+        self._wake.set()

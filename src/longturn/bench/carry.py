@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from longturn.bench.bodies import Bodies, ChatBodies, Prompt, TokenBodies
 from longturn.bench.carry_forms import ChatForm, Form, Piece, TokenForm
 from longturn.bench.records import Answer
-from longturn.bench.synth import RequestKey, RequestSymbols, request_keys
+from longturn.bench.synth import RequestKey, RequestSymbols, request_keys, request_of, shared_blocks
 from longturn.bench.traces.tree import SessionTree, TraceRequest
 
 SLACK_SHARE = 0.02
@@ -117,7 +117,7 @@ class LiveBodies:
         self, tree: SessionTree, key: RequestKey, marker: str, before: _Made, answer: Answer | None
     ) -> _Made | None:
         """The turn after `before`; None where nothing in it would be an answer."""
-        wanted, last = _request(tree, key), _request(tree, _before(key))
+        wanted, last = request_of(tree, key), request_of(tree, _before(key))
         said = self._form.answer(answer, last.output_tokens) if answer is not None and answer.ok else None
         written = said is not None
         if said is None and before.has_answer and last.output_tokens:
@@ -141,9 +141,9 @@ class LiveBodies:
         self, tree: SessionTree, key: RequestKey, marker: str, others: Mapping[RequestKey, _Made]
     ) -> _Made | None:
         """An agent's first prompt that shares an answer with another agent's; None if it shares none."""
-        wanted = _request(tree, key)
+        wanted = request_of(tree, key)
         shares = [
-            (_shared_tokens(tree, _request(tree, other), wanted), made)
+            (_shared_tokens(tree, request_of(tree, other), wanted), made)
             for other, made in others.items()
             if made.has_answer
         ]
@@ -170,7 +170,7 @@ class LiveBodies:
         if not prefix:
             return None
         form, numbers = self._form, self._numbers[tree.id]
-        wanted = _request(tree, key).input_tokens
+        wanted = request_of(tree, key).input_tokens
         symbols = RequestSymbols(
             f"{self._seed}:{marker}", key, form.vocabulary, number=numbers[key], total=len(numbers)
         )
@@ -211,13 +211,9 @@ def _before(key: RequestKey) -> RequestKey:
     return replace(key, index=key.index - 1)
 
 
-def _request(tree: SessionTree, key: RequestKey) -> TraceRequest:
-    return tree.conversations[key.conversation].requests[key.index]
-
-
 def _shared_tokens(tree: SessionTree, one: TraceRequest, other: TraceRequest) -> int:
     """Tokens that two prompts share as recorded."""
-    return tree.trie.depth(tree.trie.common(one.node, other.node)) * tree.block_tokens
+    return shared_blocks(tree.trie, one.node, other.node) * tree.block_tokens
 
 
 def _recounted(made: _Made, tokens: int) -> _Made:

@@ -21,7 +21,8 @@ import aiohttp
 import msgspec
 
 from longturn.bench.event_stream import EventStream, error_text
-from longturn.bench.http_stream import AddressError, HttpError, HttpStream, NoConnectionError
+from longturn.bench.http_connection import HttpError
+from longturn.bench.http_stream import AddressError, HttpStream, NoConnectionError
 from longturn.bench.records import Answer
 from longturn.bench.target import TargetModel, target_model
 from longturn.errors import LongturnError
@@ -132,6 +133,7 @@ class ChatClient:
         intended_ns: int | None = None,
         session_id: str | None = None,
         on_text: Callable[[str], None] | None = None,
+        on_reasoning: Callable[[str], None] | None = None,
         path: str = "/v1/chat/completions",
     ) -> Answer:
         """Send one request and read its stream to the end.
@@ -141,6 +143,7 @@ class ChatClient:
             intended_ns: when the schedule wanted it sent (`time.perf_counter_ns`); now if None.
             session_id: sent as `X-Session-ID`.
             on_text: called with each piece of text as it arrives.
+            on_reasoning: called with each piece of a reasoning model's thoughts, which come before the text.
             path: `/v1/completions` for a completion.
 
         Returns:
@@ -151,7 +154,7 @@ class ChatClient:
         payload = msgspec.json.encode({**body, **options})
         headers = {"X-Session-ID": session_id} if session_id else {}
         intended = time.perf_counter_ns() if intended_ns is None else intended_ns
-        stream = EventStream(on_text)
+        stream = EventStream(on_text, on_reasoning)
         for attempt in (0, 1):
             sent = time.perf_counter_ns()
             try:

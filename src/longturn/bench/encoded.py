@@ -20,7 +20,7 @@ import numpy as np
 
 from longturn.bench.bodies import Bodies, ChatBodies, Prompt, RecordedBodies, TokenBodies
 from longturn.bench.records import Answer
-from longturn.bench.synth import BlockSymbols, RequestKey, Symbols, TokenPrompts
+from longturn.bench.synth import BlockSymbols, RequestKey, Symbols, TokenPrompts, request_of, shared_blocks
 from longturn.bench.synth_chat import ChatPrompts
 from longturn.bench.synth_words import OPENER
 from longturn.bench.traces.blocks import NO_BLOCKS, BlockTrie
@@ -75,8 +75,7 @@ class _Kept:
         with self._lock:
             own = self._items.get((tree.id, marker, conversation))
             known = [own] if own else [item for key, item in self._items.items() if key[:2] == (tree.id, marker)]
-        trie = tree.trie
-        shared = [(trie.depth(trie.common(item.node, node)), item) for item in known]
+        shared = [(shared_blocks(tree.trie, item.node, node), item) for item in known]
         depth, item = max(shared, key=lambda pair: pair[0], default=(0, _Blocks()))
         return item, depth
 
@@ -168,7 +167,7 @@ class EncodedTokenBodies(_Encoder):
         super().__init__(prompts.symbols, [b"%d," % token for token in prompts.token_ids])
 
     def prompt(self, tree: SessionTree, key: RequestKey, marker: str) -> Prompt:
-        request = _request(tree, key)
+        request = request_of(tree, key)
         # A prompt may end within its last block: that one is not what others would share.
         whole = min(tree.trie.depth(request.node), request.input_tokens // tree.block_tokens)
         blocks = self._blocks(tree, key, tree.trie.ancestor(request.node, whole) if whole else NO_BLOCKS, marker)
@@ -193,7 +192,7 @@ class EncodedChatBodies(_Encoder):
         self._opener = _inside(OPENER)
 
     def prompt(self, tree: SessionTree, key: RequestKey, marker: str) -> Prompt:
-        request = _request(tree, key)
+        request = request_of(tree, key)
         costs = self._prompts.costs
         blocks = self._blocks(tree, key, request.node, marker)
         if request.node == NO_BLOCKS:
@@ -274,10 +273,6 @@ def _below(trie: BlockTrie, node: int, depth: int) -> list[int]:
         node = trie.parent(node)
     nodes.reverse()
     return nodes
-
-
-def _request(tree: SessionTree, key: RequestKey) -> TraceRequest:
-    return tree.conversations[key.conversation].requests[key.index]
 
 
 def encoded(bodies: Bodies) -> Bodies:

@@ -47,14 +47,17 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class EventStream:
-    """Collects one event stream; a `http_stream.Sink`."""
+    """Collects one event stream; a `http_connection.Sink`."""
 
-    def __init__(self, on_text: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, on_text: Callable[[str], None] | None, on_reasoning: Callable[[str], None] | None = None
+    ) -> None:
         self.first_byte_ns: int | None = None
         """The answer's head arrived."""
         self.error: str | None = None
         self.status = 0
         self._on_text = on_text
+        self._on_reasoning = on_reasoning
         self._rest = b""
         self._times = array("q")
         self._counts = array("i")
@@ -108,7 +111,10 @@ class EventStream:
             seen = bool(text)
             if delta is not None:
                 text = delta.content or text
-                seen = bool(text or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+                reasoning = delta.reasoning_content or delta.reasoning  # two names for one text
+                seen = bool(text or reasoning or delta.tool_calls)
+                if reasoning and self._on_reasoning is not None:
+                    self._on_reasoning(reasoning)
             ids = choice.token_ids
             if ids:
                 self._ids = self._ids if self._ids is not None else []

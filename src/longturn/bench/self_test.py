@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longturn.bench.agentx import AgentTurn, Measurement, measure
-from longturn.bench.bodies import Api, make_bodies
+from longturn.bench.bodies import make_bodies
 from longturn.bench.client import ChatClient
 from longturn.bench.encoded import encoded
 from longturn.bench.metrics import NS_PER_S, Distribution, distribution, itl_s, lag_s, ttft_s
 from longturn.bench.null_protocol import NullOptions, NullStream
 from longturn.bench.null_server import null_server
-from longturn.bench.presets import Rules
-from longturn.bench.traces.blocks import BlockTrie
-from longturn.bench.traces.tree import Conversation, SessionTree, TraceRequest
-from longturn.errors import ConfigError
+from longturn.bench.self_test_load import SelfTestOptions, long_session, self_test_rules, settle_s
 
 MOST_CPU_SHARE = 0.5
 """Of one core; a client that needs more will be late on a machine that does other things."""
@@ -32,37 +29,9 @@ MOST_LAG_S = 0.005
 _BUSY_SHARE = 0.02
 """Of the time; with less waiting for a processor the machine was quiet."""
 
-_BLOCK_TOKENS = 64
-_TURNS = 40
-"""Of one session, about the median of recorded ones."""
-_GROWTH_TOKENS = 1200
-"""By which each prompt is longer than the one before."""
-_PAUSE_S = 0.05
-"""Between an answer and the next request: short, so that nearly all streams run at all times."""
-_SYSTEM_TOKENS = 8192
 _IDS = range(1000, 33000)
 _SCHEDULE = Path("/proc/self/schedstat")
 """Of the main thread: time on a processor, time ready and waiting for one, time slices (Linux, `sched-stats`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SelfTestOptions:
-    streams: int = 64
-    rate: float = 100.0
-    """Tokens per second and stream; one event each."""
-    prompt_tokens: int = 150_000
-    """Of a session's first prompt."""
-    output_tokens: int = 444
-    duration_s: float = 20.0
-    """After a first turn of each stream, in which not all of them run yet."""
-    ttft_s: float = 0.1
-    api: Api = "chat"
-    seed: int = 1
-
-    @property
-    def answer_s(self) -> float:
-        """Time that the null server takes for an answer."""
-        return self.ttft_s + self.output_tokens / self.rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,58 +104,6 @@ class CpuClock:
             self.first = self.first or self.last
 
 
-def long_session(options: SelfTestOptions) -> SessionTree:
-    """A session of one agent whose every prompt extends the one before.
-
-    Raises:
-        ConfigError: prompts too short for a session.
-    """
-    if options.prompt_tokens < _SYSTEM_TOKENS + _GROWTH_TOKENS:
-        raise ConfigError(
-            f"--prompt-tokens must be at least {_SYSTEM_TOKENS + _GROWTH_TOKENS}, not {options.prompt_tokens}"
-        )
-    trie = BlockTrie()
-    requests = []
-    for turn in range(_TURNS):
-        tokens = options.prompt_tokens + turn * _GROWTH_TOKENS
-        requests.append(
-            TraceRequest(
-                place=f"requests[{turn}]",
-                start_s=turn * (options.answer_s + _PAUSE_S),
-                duration_s=options.answer_s,
-                input_tokens=tokens,
-                output_tokens=options.output_tokens,
-                node=trie.add(range(tokens // _BLOCK_TOKENS), f"requests[{turn}]"),
-                gap_s=_PAUSE_S if turn else 0.0,
-            )
-        )
-    agent = Conversation("self-test", "root", tuple(requests), system_tokens=_SYSTEM_TOKENS)
-    return SessionTree("self-test", "self-test", "self-test", _BLOCK_TOKENS, trie, (agent,))
-
-
-def self_test_rules(options: SelfTestOptions) -> Rules:
-    """Sessions start somewhere in their middle, and some end within the run, as in any measurement."""
-    return Rules(
-        preset="self-test",
-        duration_s=_settle_s(options) + options.duration_s,
-        least_duration_s=0.0,
-        window=(0.25, 1.0),
-        seed=options.seed,
-        warmup_requests=0,
-        warmup_grace_s=300.0,
-        tree_idle_s=None,
-        system_idle_s=None,
-        error_limit=0.1,
-        drain_s=10.0 + 2 * options.answer_s,
-        comparable=False,
-    )
-
-
-def _settle_s(options: SelfTestOptions) -> float:
-    """By then every stream has been started."""
-    return options.answer_s + _PAUSE_S
-
-
 async def self_test(options: SelfTestOptions) -> SelfTest:
     """Run it: a null server in a process of its own, the client in this one.
 
@@ -197,7 +114,7 @@ async def self_test(options: SelfTestOptions) -> SelfTest:
     tree = long_session(options)
     server = NullOptions(ttft_s=options.ttft_s, rate=options.rate, prompt_tokens=options.prompt_tokens)
     rules = self_test_rules(options)
-    clock = CpuClock(_settle_s(options), rules.duration_s)
+    clock = CpuClock(settle_s(options), rules.duration_s)
     with null_server(server) as url:
         async with ChatClient(url) as client:
             ids = _IDS if options.api == "completions" else None

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longturn.bench.traces.blocks import NO_BLOCKS, BlockTrie
-from longturn.bench.traces.tree import SessionTree
+from longturn.bench.traces.tree import SessionTree, TraceRequest
 from longturn.errors import ConfigError
 
 Symbols = npt.NDArray[np.int64]
@@ -139,7 +139,7 @@ class BlockSymbols:
 
     def tail(self, tree: SessionTree, key: RequestKey, marker: str) -> Symbols:
         """Symbols after the last hashed block, which no other request has: [tokens] int64."""
-        request = tree.conversations[key.conversation].requests[key.index]
+        request = request_of(tree, key)
         count = request.input_tokens - tree.trie.depth(request.node) * tree.block_tokens
         if count <= 0:
             return np.zeros(0, np.int64)
@@ -223,7 +223,7 @@ class TokenPrompts:
         blocks follow one prefix than there are ids, a few at the next block's start). With another marker they share
         the system prompt and the first one or two tokens after it.
         """
-        request = tree.conversations[key.conversation].requests[key.index]
+        request = request_of(tree, key)
         body = self.symbols.blocks(tree, tree.trie.path(request.node), marker).reshape(-1)[: request.input_tokens]
         symbols = np.concatenate([body, self.symbols.tail(tree, key, marker)])
         ids: list[int] = self._ids[symbols].tolist()
@@ -242,6 +242,11 @@ def request_keys(tree: SessionTree) -> list[RequestKey]:
         for number, conversation in enumerate(tree.conversations)
         for index in range(len(conversation.requests))
     ]
+
+
+def request_of(tree: SessionTree, key: RequestKey) -> TraceRequest:
+    """The recorded request."""
+    return tree.conversations[key.conversation].requests[key.index]
 
 
 def shared_blocks(trie: BlockTrie, one: int, other: int) -> int:

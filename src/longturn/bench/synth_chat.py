@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longturn.bench.synth import BlockSymbols, RequestKey, Symbols, system_blocks
+from longturn.bench.synth import BlockSymbols, RequestKey, Symbols, request_of, system_blocks
 from longturn.bench.synth_words import OPENER, ChatCosts, Words
 from longturn.bench.traces.blocks import NO_BLOCKS
 from longturn.bench.traces.tree import SessionTree
@@ -66,7 +66,7 @@ class ChatPrompts:
 
     def parts(self, tree: SessionTree, key: RequestKey, marker: str = "") -> tuple[list[tuple[str, Symbols]], int]:
         """(role, symbols) of each block and the tail of one request, and how many tokens the template adds."""
-        request = tree.conversations[key.conversation].requests[key.index]
+        request = request_of(tree, key)
         path = tree.trie.path(request.node)
         known = self._roles[tree.id]
         roles = [known[node] for node in path]

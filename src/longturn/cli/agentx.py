@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="model to ask for; the server's first one if left out. With --inproc its directory or file",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="bearer key")
+    parser.add_argument("--api-key", metavar="KEY", help="key, sent as a bearer token")
     parser.add_argument(
         "--api", choices=["chat", "completions"], default="chat", help="chat messages, or prompts as token ids [chat]"
     )
@@ -43,7 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--concurrency", default="1", metavar="N,N", help="session trees alive at once, one point each [1]"
     )
-    load.add_argument("--preset", choices=PRESET_NAMES, default="quick", help="rules of the replay [quick]")
+    load.add_argument(
+        "--preset",
+        choices=PRESET_NAMES,
+        default="quick",
+        help="rules of the replay: quick takes two minutes a point and is for a first look, agentx (an hour) and "
+        "agentx-mvp (half an hour) can be compared with published points [quick]",
+    )
     load.add_argument("--duration", type=float, metavar="S", help="seconds of each point [as the preset]")
     load.add_argument("--seed", type=int, metavar="N", help="of sessions, start points and prompts [as the preset]")
     load.add_argument("--max-context", type=int, metavar="N", help="drop requests of more tokens, output included")
@@ -85,11 +91,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known.add_argument("--engine", metavar="NAME[:VERSION]", help="the server's engine [as the server tells]")
     known.add_argument("--quantisation", metavar="NAME", help="weights as served, such as nvfp4 [as the server tells]")
     known.add_argument("--chip", metavar="NAME", help="accelerator or processor [this one with --inproc]")
-    known.add_argument("--chips", type=int, default=1, metavar="N", help="of the whole deployment [1]")
-    known.add_argument("--price", type=float, metavar="USD", help="per chip and hour")
-    known.add_argument("--power", type=float, metavar="W", help="per chip, all in")
+    known.add_argument(
+        "--chips",
+        type=int,
+        default=1,
+        metavar="N",
+        help="chips of the whole deployment; throughput is told per chip [1]",
+    )
+    known.add_argument(
+        "--price",
+        type=float,
+        metavar="USD",
+        help="US dollars per chip and hour, for the cost of tokens in `longturn report`",
+    )
+    known.add_argument(
+        "--power",
+        type=float,
+        metavar="W",
+        help="watts per chip and its share of the machine, for tokens per joule in `longturn report`",
+    )
     parser.add_argument(
-        "--out", default="results/agentx", metavar="DIR", help="one JSON a point, page [results/agentx]"
+        "--out",
+        default="results/agentx",
+        metavar="DIR",
+        help="folder for a JSON file of each point, and the page [results/agentx]",
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from longturn.bench.client import ChatClient
     from longturn.bench.records import Answer
 
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 HELP = """/reset  forget the conversation
 /stats  tokens and speed of the conversation so far
 /exit   leave (Ctrl-D does too); Ctrl-C stops an answer"""
@@ -132,22 +133,20 @@ def _turn(
 ) -> bool:
     """One question and its answer. Returns whether it succeeded; a failed one leaves no trace in the history."""
     conversation.messages.append({"role": "user", "content": line})
-    pieces: list[str] = []
-
-    def show(text: str) -> None:
-        pieces.append(text)
-        if not as_json:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
+    shown = _Shown(show=not as_json, dim=sys.stdout.isatty())
     body["messages"] = conversation.messages
     try:
-        answer = runner.run(client.send(body, session_id=conversation.session_id, on_text=show))
+        sending = client.send(
+            body, session_id=conversation.session_id, on_text=shown.text, on_reasoning=shown.reasoning
+        )
+        answer = runner.run(sending)
     except KeyboardInterrupt:
         # The dropped connection makes the server abort the request; what was said so far stays.
+        shown.end()
         print("\n[stopped]")
-        conversation.messages.append({"role": "assistant", "content": "".join(pieces)})
+        conversation.messages.append({"role": "assistant", "content": "".join(shown.texts)})
         return True
+    shown.end()
     if answer.error is not None:
         conversation.messages.pop()
         print(f"longturn: error: {answer.error}", file=sys.stderr)
@@ -156,25 +155,62 @@ def _turn(
         return False
     conversation.messages.append({"role": "assistant", "content": answer.text})
     conversation.count(answer)
-    _show_cost(answer, as_json)
+    _show_cost(answer, "".join(shown.thoughts), as_json)
     return True
 
 
-def _show_cost(answer: Answer, as_json: bool) -> None:
+@dataclass(slots=True)
+class _Shown:
+    """An answer on its way to the screen. On a terminal its reasoning is dim and above it; elsewhere it is left out, so
+    that what a script reads is the answer."""
+
+    show: bool
+    dim: bool
+    """The output is a terminal."""
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    _thinking: bool = False
+
+    def text(self, piece: str) -> None:
+        self.end()
+        self.texts.append(piece)
+        self._write(piece)
+
+    def reasoning(self, piece: str) -> None:
+        self.thoughts.append(piece)
+        if self.dim:
+            self._write(piece if self._thinking else f"{DIM}{piece}")
+            self._thinking = True
+
+    def end(self) -> None:
+        """The reasoning is over; what is printed next is not dim."""
+        if self._thinking:
+            self._thinking = False
+            self._write(f"{PLAIN}\n\n")
+
+    def _write(self, text: str) -> None:
+        if self.show:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def _show_cost(answer: Answer, reasoning: str, as_json: bool) -> None:
     from longturn.bench.metrics import output_tokens_per_s, ttft_s
 
     first, speed = ttft_s(answer), output_tokens_per_s(answer)
     if as_json:
         figures = {"ttft_s": first, "output_tokens_per_s": speed, "finish": answer.finish}
         tokens = {"prompt_tokens": answer.prompt_tokens, "cached_tokens": answer.cached_tokens}
-        print(json.dumps({"text": answer.text, **tokens, "output_tokens": answer.output_tokens, **figures}), flush=True)
+        thought = {"reasoning": reasoning} if reasoning else {}
+        shown = {"text": answer.text, **thought, **tokens, "output_tokens": answer.output_tokens, **figures}
+        print(json.dumps(shown), flush=True)
         return
     parts = [f"{answer.prompt_tokens or 0:,} prompt tokens, {answer.cached_tokens or 0:,} cached"]
     parts.append(f"{answer.output_tokens or 0:,} output")
     parts += [f"first token {first:.2f} s"] if first is not None else []
     parts += [f"{speed:.1f} tok/s"] if speed is not None else []
     text = f"[{', '.join(parts)}]"
-    print(f"\n\x1b[2m{text}\x1b[0m" if sys.stdout.isatty() else f"\n{text}", flush=True)
+    print(f"\n{DIM}{text}{PLAIN}" if sys.stdout.isatty() else f"\n{text}", flush=True)
 
 
 def _command(line: str, conversation: _Conversation, as_json: bool) -> bool:

@@ -35,12 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("b", nargs="?", metavar="B", help="the same [as A, but for the switches]")
     parser.add_argument(
-        "--switch", action="append", default=[], metavar="NAME=OFF:ON", help="a setting's values in A and B; repeatable"
+        "--switch",
+        action="append",
+        default=[],
+        metavar="NAME=OFF:ON",
+        help="a setting's values in A and B, such as prefix_caching=false:true; repeatable",
     )
     parser.add_argument(
         "--together", action="append", default=[], metavar="NAME,NAME", help="settings that count as one switch"
     )
-    parser.add_argument("--order", metavar="NAME,NAME", help="of the sequence [as the switches come]")
+    parser.add_argument(
+        "--order", metavar="NAME,NAME", help="order in which the sequence throws the switches [as given]"
+    )
     parser.add_argument(
         "--metric",
         action="append",
@@ -106,7 +112,10 @@ def _measure(args: argparse.Namespace, comparison: Comparison, kinds: list[Figur
     from longturn.cli.main import INTERRUPTED
     from longturn.report.schema import check_writable
 
-    load = shlex.split(args.load)
+    try:
+        load = shlex.split(args.load)
+    except ValueError as error:  # a quote without its end
+        raise ConfigError(f"--load: {error}: {args.load}") from error
     check_load(load)
     measured = Measured(comparison, load, args.repeat, Path(args.out))
     if args.dry_run:

@@ -105,7 +105,7 @@ def compare(
     if same:
         raise ConfigError(f"--switch: '{same[0]}' has the same value off and on")
     if not differing:
-        raise ConfigError("A and B are the same configuration: nothing to explain")
+        raise ConfigError("A and B are the same configuration: nothing to explain (name B, or --switch NAME=OFF:ON)")
     groups = _groups([*dict.fromkeys(first), *(name for name in differing if name not in first)], together)
     found = [
         Switch(
@@ -143,6 +143,8 @@ def _ordered(switches: Sequence[Switch], order: Sequence[str]) -> list[Switch]:
         short = name if name in by_name else name.rpartition(".")[2]
         if short not in by_name:
             raise ConfigError(f"--order: no switch '{name}' (there are: {', '.join(by_name)})")
+        if by_name[short] in wanted:
+            raise ConfigError(f"--order: '{name}' is there twice")
         wanted.append(by_name[short])
     return wanted + [switch for switch in switches if switch not in wanted]
 

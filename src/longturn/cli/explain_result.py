@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from longturn.bench.attribution import Attribution, Combination, Effect, attribute
+from longturn.bench.presets import rules_of
 from longturn.cli.explain_plan import Comparison, changed_settings, in_words, run_digest, value_text
-from longturn.cli.explain_run import WALL, measure
+from longturn.cli.explain_run import WALL, load_arguments, measure
 from longturn.cli.results import environment
 from longturn.cli.version import longturn_version
 from longturn.report.explanation import (
@@ -210,11 +211,7 @@ def seconds_per_run(measured: Measured) -> float | None:
         return statistics.median(known)
     if measured.load[0] != "agentx":
         return None
-    from longturn.bench.presets import rules_of
-    from longturn.cli import agentx
-    from longturn.cli.main import verb_parser
-
-    args = verb_parser("agentx", "longturn bench agentx", agentx, "").parse_args(["--url", "-", *measured.load[1:]])
+    args = load_arguments(measured.load)
     return rules_of(args.preset, args.duration).duration_s
 
 

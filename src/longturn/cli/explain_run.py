@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from longturn.bench.presets import rules_of
+from longturn.cli import agentx, replay
 from longturn.cli.local_server import local_server
 from longturn.cli.replay_points import points_of_result
 from longturn.cli.version import longturn_version
@@ -36,6 +39,21 @@ def check_load(words: list[str]) -> None:
     for word in words[1:]:
         if word.partition("=")[0] in _OWN:
             raise ConfigError(f"--load: {word.partition('=')[0]} is set by explain")
+    args = load_arguments(words)
+    if words[0] == "agentx":
+        agentx.check_arguments(args)
+        rules_of(args.preset, args.duration)
+        if len(agentx.concurrency(args.concurrency)) != 1:
+            raise ConfigError(f"--load: an explanation needs one concurrency, not {args.concurrency}")
+
+
+def load_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """A load as its verb reads it, for a server that is not there yet. Raises ConfigError for an unknown option."""
+    from longturn.cli.main import verb_parser
+
+    module = agentx if words[0] == "agentx" else replay
+    parser = verb_parser(words[0], f"longturn bench {words[0]}", module, "")
+    return parser.parse_args(["--url", "http://unknown", *words[1:]])
 
 
 def measure(

@@ -152,8 +152,8 @@ async def inproc_target(config: EngineConfig, *, timeout_s: float) -> AsyncItera
         LongturnError: the engine or the text side could not be built.
     """
     engine = RemoteEngine(config)
+    building = asyncio.create_task(asyncio.to_thread(build_frontend, config, engine))
     try:
-        building = asyncio.create_task(asyncio.to_thread(build_frontend, config, engine))
         info = await engine.start()
         name, _, context_tokens = served_model(config)
         model = TargetModel(
@@ -168,3 +168,5 @@ async def inproc_target(config: EngineConfig, *, timeout_s: float) -> AsyncItera
         yield StartedEngine(InprocTarget(await building, seed=config.seed, timeout_s=timeout_s), model, engine)
     finally:
         await engine.close()
+        # What keeps the engine from starting mostly fails the text side too; unread it would be printed at exit.
+        await asyncio.gather(building, return_exceptions=True)

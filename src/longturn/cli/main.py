@@ -23,7 +23,9 @@ VERBS = {
     "chat": "talk to a model in the terminal",
     "demo": "replay an agent session with the prefix cache on and off, and write a page",
     "report": "put points of many runs on one page: frontiers, ratios, latencies",
+    "explain": "how much of the ratio between two configurations each setting accounts for",
     "bench": "measure a server, or a model's quality: `longturn bench` lists how",
+    "simulate": "agent sessions on hardware you don't have: the real scheduler in virtual time",
     "trace": "show what is in recorded agent traces: turns, tokens, hit rate, agents",
     "inspect": "show what a checkpoint is: family, size, formats, cache bytes per token",
     "convert": "rewrite a MiniMax-M3 checkpoint in BF16, MXFP8 or NVFP4",
@@ -36,10 +38,19 @@ BENCH_VERBS = {
     "replay": "replay recorded agent sessions against a server",
     "agentx": "throughput against interactivity: session trees in a closed loop, by AgentX rules",
     "quality": "compare the answers of two configurations of a model",
+    "self-test": "measure the load client itself, against a server without a model",
+    "step": "step times of the GPU executor, on random weights",
 }
 
+SIMULATE_VERBS = {
+    "validate": "predicted beside published points, with the error of each",
+    "fit": "derive a calibration from kernel tables, or from steps measured here",
+    "what-if": "what a faster kernel does under queueing, beside Amdahl's estimate",
+}
+"""`simulate` alone is a verb too."""
+
 # Verbs whose module has another name than the verb.
-_MODULES = {"inspect": "inspect_model", "make-checkpoint": "make_checkpoint"}
+_MODULES = {"inspect": "inspect_model", "make-checkpoint": "make_checkpoint", "self-test": "self_test"}
 
 
 class Verb(Protocol):
@@ -123,6 +134,8 @@ def _run(arguments: list[str]) -> int:
         if rest[0] not in BENCH_VERBS:
             raise ConfigError(f"unknown verb 'bench {rest[0]}' (known: bench {', bench '.join(BENCH_VERBS)})")
         name, prog, rest = rest[0], f"longturn bench {rest[0]}", rest[1:]
+    if name == "simulate" and rest and rest[0] in SIMULATE_VERBS:
+        name, prog, rest = f"simulate_{rest[0].replace('-', '_')}", f"longturn simulate {rest[0]}", rest[1:]
     module = cast(Verb, import_module(f"longturn.cli.{_MODULES.get(name, name)}"))
     parser = verb_parser(name, prog, module, (module.__doc__ or "").strip())
     return module.run(parser.parse_args(rest))

@@ -40,11 +40,22 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "server.host": ("--host",),
     "server.port": ("--port",),
     "server.api_keys": ("--api-key",),
+    "cache.events_endpoint": ("--kv-events-endpoint",),
+    "cache.events_replay_endpoint": ("--kv-events-replay-endpoint",),
+    "server.api_keys_file": ("--api-keys-file",),
+    "server.ssl_certfile": ("--ssl-certfile",),
+    "server.ssl_keyfile": ("--ssl-keyfile",),
+    "server.log_level": ("--log-level",),
+    "server.log_format": ("--log-format",),
+    "server.traces_endpoint": ("--otlp-traces-endpoint",),
     "server.cors_origins": ("--allowed-origin",),
+    "server.model_aliases": ("--model-alias",),
 }
 
 _DEST = "setting:"
-_PRIVATE = frozenset({"server.api_keys", "model.path", "cache_dir"})
+_PRIVATE = frozenset(
+    {"server.api_keys", "server.api_keys_file", "server.ssl_certfile", "server.ssl_keyfile", "model.path", "cache_dir"}
+)
 _UNITS = {"": 1} | {
     prefix + binary: base**power
     for binary, base in (("", 1000), ("i", 1024))

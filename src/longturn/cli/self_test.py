@@ -1,4 +1,8 @@
-"""What the load client itself costs, against a server without a model: processor share, lag, errors of TTFT and ITL."""
+"""Measure the load client itself, against a server without a model: what it would blame on a server under test.
+
+Prints its share of a processor, how late it sends (lag), and by how much it errs in TTFT and ITL. The exit code is 1
+where the client would be the bottleneck of a measurement with as many streams on this machine.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,17 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--streams", type=int, default=64, metavar="N", help="answers at once [64]")
-    parser.add_argument("--rate", type=float, default=100.0, metavar="TOK/S", help="of each stream [100]")
-    parser.add_argument("--prompt-tokens", type=int, default=150_000, metavar="N", help="of each session [150000]")
-    parser.add_argument("--output-tokens", type=int, default=444, metavar="N", help="of each answer [444]")
-    parser.add_argument("--duration", type=float, default=20.0, metavar="S", help="once all streams run [20]")
+    parser.add_argument("--streams", type=int, default=64, metavar="N", help="answers streamed at once [64]")
+    parser.add_argument(
+        "--rate", type=float, default=100.0, metavar="TOK/S", help="tokens per second of each stream [100]"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=150_000, metavar="N", help="length of a session's first prompt [150000]"
+    )
+    parser.add_argument("--output-tokens", type=int, default=444, metavar="N", help="length of each answer [444]")
+    parser.add_argument(
+        "--duration", type=float, default=20.0, metavar="S", help="seconds measured once all streams run [20]"
+    )
     parser.add_argument(
         "--api", choices=["chat", "completions"], default="chat", help="chat messages, or prompts as token ids [chat]"
     )
@@ -36,9 +46,11 @@ def run(args: argparse.Namespace) -> int:
     import dataclasses
     import json
 
-    from longturn.bench.self_test import SelfTestOptions, self_test, self_test_rules
+    from longturn.bench.self_test import self_test
+    from longturn.bench.self_test_load import LEAST_PROMPT_TOKENS, SelfTestOptions, self_test_rules
     from longturn.cli.main import INTERRUPTED
 
+    check_number("--prompt-tokens", args.prompt_tokens, LEAST_PROMPT_TOKENS)
     options = SelfTestOptions(
         streams=args.streams,
         rate=args.rate,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from longturn.cli.terminal import table
 
 if TYPE_CHECKING:
+    from longturn.bench.hit_rate import HitRate
     from longturn.bench.metrics import Distribution
-    from longturn.bench.traces.stat import HitRate, Level, TraceStat
+    from longturn.bench.traces.stat import Level, TraceStat
     from longturn.bench.traces.tree import SessionTree
 
 _SHOWN_SESSIONS = 12

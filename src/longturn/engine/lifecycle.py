@@ -2,7 +2,7 @@
 
 All moves between these states are here, with the rows and pages that change hands at each. Whatever a launched step
 may still touch stays where it is: a request that ends or is preempted keeps its row and pages (it is *draining*) until
-the last launched step that refers to it has been read.
+the last launched step that refers to it has been read, and its last page has arrived from host memory.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Callable
 
 from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
 from longturn.engine.admission import ComputingPages, ExpectedOutput, WaitingQueue, urgency
+from longturn.engine.arrivals import NO_HITS, Arrivals, find_hits, place_hits
+from longturn.engine.kv_events import CacheEvents
 from longturn.engine.limits import context_limit, validate_config, validate_request
 from longturn.engine.pool import PagePool
 from longturn.engine.protocols import ExecutorInfo
-from longturn.engine.records import EngineRequest, FinishReason, NewRow, RequestOutput, TokenLogprobs
+from longturn.engine.records import EngineRequest, FinishReason, NewRow, RequestOutput, StepResult, TokenLogprobs
 from longturn.engine.sequence import Sequence, State, pages_for
 from longturn.errors import OverloadedError, RequestError
 
@@ -29,15 +31,20 @@ class Requests:
         scheduler: SchedulerConfig,
         cache: CacheConfig,
         events: Callable[[str], None] | None = None,
+        cache_events: CacheEvents | None = None,
     ) -> None:
-        """Raises ConfigError if a setting is out of range."""
+        """`cache_events` collects what becomes of cached pages. Raises ConfigError if a setting is out of range."""
         validate_config(scheduler, cache, info)
         self._info = info
         self._max_waiting = scheduler.max_waiting
         self._ageing_ns = int(scheduler.ageing_ms * 1e6)
         self._events = events
         self.caching = cache.prefix_caching
-        self.pool = PagePool(info.pages, int(cache.retention_half_life_s * 1e9))
+        self._cache_events = cache_events
+        on_forget = None if cache_events is None else cache_events.removed
+        half_life_ns = int(cache.retention_half_life_s * 1e9)
+        host_slots = info.host_pages if cache.prefix_caching else 0
+        self.pool = PagePool(info.pages, half_life_ns, on_forget, host_slots=host_slots)
         self.expected = ExpectedOutput(scheduler.expected_output_tokens)
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
@@ -47,14 +54,17 @@ class Requests:
         """Not taken yet."""
         self.freed_rows: list[int] = []
         """Rows that the executor has not been told about."""
+        self.copied_pages: list[tuple[int, int]] = []
+        """(from, to): copies that the executor has not been told about."""
         self._rows = min(scheduler.max_running, info.rows)
         self._free_rows = list(range(self._rows - 1, -1, -1))
         self._by_id: dict[str, Sequence] = {}
         self._computing = ComputingPages()
+        self._arriving = Arrivals()
         self._blocked: tuple[int, int] | None = None
         self._arrivals = 0
         self.never_admitted = 0
-        self.prompt_tokens = self.cached_tokens = self.preemptions = self.aborts = 0
+        self.prompt_tokens = self.cached_tokens = self.host_hit_tokens = self.preemptions = self.aborts = 0
 
     @property
     def live(self) -> bool:
@@ -97,7 +107,7 @@ class Requests:
 
     def _enqueue(self, sequence: Sequence) -> None:
         if self.caching:
-            sequence.expected_hit = len(self.pool.cache.longest(sequence.hashes, sequence.hit_limit))
+            sequence.expected_hit = self.pool.cached_prefix(sequence.hashes, sequence.hit_limit)
         sequence.score = self.urgency(sequence, sequence.seen - sequence.expected_hit * PAGE_TOKENS)
         self.waiting.push(sequence)
 
@@ -111,7 +121,7 @@ class Requests:
         hashes = sequence.hashes
         most = min(sequence.hit_limit, len(hashes))
         if sequence.expected_hit >= most or self._computing.owner(hashes[sequence.expected_hit]) is None:
-            sequence.expected_hit = len(self.pool.cache.longest(hashes, most))
+            sequence.expected_hit = self.pool.cached_prefix(hashes, most)
             if sequence.expected_hit >= most:
                 return False
         owner = self._computing.owner(hashes[sequence.expected_hit])
@@ -127,39 +137,60 @@ class Requests:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def admit(self, sequence: Sequence, now_ns: int) -> NewRow | None:
-        """Give the first waiting request a row and the pages of all its tokens; None if that does not fit now."""
+    def admit(self, sequence: Sequence, now_ns: int) -> bool:
+        """Give the first waiting request a row and the pages of all its tokens; False if that does not fit now.
+
+        It may be computed once the pages of its prompt that rest in host memory have arrived.
+        """
         attempt = (sequence.number, self.pool.releases)
         if not self._free_rows or self._blocked == attempt:
-            return None
+            return False
         pool = self.pool
-        hits = pool.cache.longest(sequence.hashes, sequence.hit_limit) if self.caching else []
-        fresh = pages_for(sequence.seen) - len(hits)
-        available = pool.free - sum(page.refs == 0 for page in hits)
+        # Found before anything is allocated: the copied page may be the very one that is evicted, content in place.
+        hits = find_hits(pool, sequence, self._info.copies_pages) if self.caching else NO_HITS
+        fresh = pages_for(sequence.seen) - len(hits.shared)
+        available = pool.free - sum(page.refs == 0 for page in hits.shared)
         needed = fresh
         if self.running:
             # Expected output of everyone: this is also what keeps a preempted request out of the same shortage.
             # Head-room on top after each preemption saves little recomputing and leaves rows idle.
-            needed = self.expected.pages(sequence) - len(hits) + self.expected.reserved(self.running)
+            needed = self.expected.pages(sequence) - len(hits.shared) + self.expected.reserved(self.running)
         if available < needed:
             self._blocked = attempt
-            return None
+            return False
         self._blocked = None
         self.waiting.pop()
-        pool.share(hits)
+        pool.share(hits.shared)
+        if pool.host is not None:
+            pool.host.hold(hits.prefix.slots if hits.last_slot is None else [*hits.prefix.slots, hits.last_slot])
         pages = [page for page in (pool.allocate(now_ns) for _ in range(fresh)) if page is not None]
         if len(pages) != fresh:
             raise RuntimeError(f"page pool promised {fresh} pages and gave {len(pages)}")
-        sequence.start(hits, pages, self._free_rows.pop())
+        filled, rest = place_hits(pool, hits, pages)
+        sequence.start(filled, rest, self._free_rows.pop())
+        sequence.host_hits = len(hits.prefix.slots) + (hits.last_slot is not None)
+        if hits.last is not None or hits.last_slot is not None:
+            sequence.scheduled = sequence.computed = sequence.seen - 1
+        if hits.last is not None:
+            # Safe though nobody holds `last`: copies come before all writes of their step, and steps run in order.
+            self.copied_pages.append((hits.last.id, rest[0].id))
         self.running.append(sequence)
+        if self.caching:
+            self._computing.add(sequence, len(filled))
+        if pool.host is not None and pool.host.loading:
+            self._arriving.expect(sequence, pool.host.loading)
+        return True
+
+    def new_row(self, sequence: Sequence, now_ns: int) -> NewRow:
+        """An admitted `sequence` is computed for the first time: what the executor needs to know of it."""
+        sequence.announced = True
         if sequence.cached_tokens < 0:
-            sequence.cached_tokens = len(hits) * PAGE_TOKENS
+            sequence.cached_tokens = sequence.scheduled
             sequence.scheduled_ns = now_ns
             self.never_admitted -= 1
             self.prompt_tokens += sequence.prompt_tokens
             self.cached_tokens += sequence.cached_tokens
-        if self.caching:
-            self._computing.add(sequence, len(hits))
+            self.host_hit_tokens += min(sequence.host_hits * PAGE_TOKENS, sequence.cached_tokens)
         page_ids = tuple(page.id for page in sequence.pages)
         return NewRow(
             sequence.row,
@@ -170,11 +201,59 @@ class Requests:
             sequence.request.sampling,
         )
 
+    def copies_ended(self, result: StepResult, now_ns: int) -> bool:
+        """Copies between the tiers that an executor reports; False if it reports one that was not ordered."""
+        host = self.pool.host
+        if host is None:
+            return False
+        right = True
+        for slot in result.lost_slots:
+            host.lost(slot)
+        for page_id in (*result.loaded_pages, *result.lost_pages):
+            if page_id not in host.loading:
+                right = False
+                continue
+            lost = page_id in result.lost_pages
+            if lost:
+                self.pool.lose(self.pool.pages[page_id])
+            else:
+                del host.loading[page_id]
+                host.loaded_pages += 1
+            for sequence in self._arriving.arrived(page_id):
+                if lost and sequence.state is State.RUNNING:
+                    # Nothing of it has been computed: it looks again for what is cached, as if it had just come.
+                    self.log(now_ns, "lost", sequence)
+                    self._drain(sequence, State.PREEMPTED)
+                self.settle(sequence, now_ns)
+        return right
+
     def register_pages(self, sequence: Sequence) -> None:
         """Pages of `sequence` are complete: make them findable."""
         first = sequence.register_at // PAGE_TOKENS - 1
         sequence.register_pages(self.pool)
         self._computing.remove(sequence, first, sequence.computed // PAGE_TOKENS)
+        if self._cache_events is not None:
+            self._tell_stored(sequence, first, self._cache_events)
+
+    def _tell_stored(self, sequence: Sequence, first: int, events: CacheEvents) -> None:
+        """Tell of the pages from `first` on that became findable. Equal content that another request had computed
+        before is known under that one's page."""
+        run: list[tuple[bytes, bytes]] = []
+        end = min(min(sequence.computed, sequence.seen) // PAGE_TOKENS, len(sequence.hashes))
+        for index in range(first, end + 1):
+            if index < end and sequence.pages[index].hash == sequence.hashes[index]:
+                run.append((sequence.hashes[index], sequence.page_tokens(index)))
+            elif run:
+                start = index - len(run)
+                events.stored(sequence.hashes[start - 1] if start else None, run)
+                run = []
+
+    def clear_cache(self) -> int:
+        """Forget all cached pages; the number of pages that were known."""
+        pages = self.pool.clear_cache()
+        if self._cache_events is not None:
+            self._cache_events.cleared()
+        return pages
 
     def preempt(self, sequence: Sequence, now_ns: int) -> None:
         """Take a running request's row and pages; it waits again once they have come back."""
@@ -227,13 +306,14 @@ class Requests:
 
     def settle(self, sequence: Sequence, now_ns: int) -> None:
         """Release an ended or preempted request if no launched step refers to it any more."""
-        if sequence.in_flight or sequence.row < 0 or sequence.state < State.PREEMPTED:
+        if sequence.in_flight or sequence.arriving or sequence.row < 0 or sequence.state < State.PREEMPTED:
             return
         returns = sequence.state is State.PREEMPTED
         self.draining.remove(sequence)
         self._computing.remove(sequence, 0, len(sequence.hashes))
         self._free_rows.append(sequence.row)
-        self.freed_rows.append(sequence.row)
+        if sequence.announced:
+            self.freed_rows.append(sequence.row)
         # Whoever is expected back keeps a claim on the content for a while: a session, or a preempted request.
         claimed = returns or sequence.request.session_id is not None
         self.log(now_ns, "release", sequence)
@@ -269,7 +349,8 @@ class Requests:
             raise RuntimeError(f"{never} requests were never admitted, counted {self.never_admitted}")
         if any(sequence.state is not State.RUNNING for sequence in self.running):
             raise RuntimeError("a request that does not run is in the running list")
-        if any(sequence.state < State.PREEMPTED or not sequence.in_flight for sequence in self.draining):
+        if any(s.state < State.PREEMPTED or not (s.in_flight or s.arriving) for s in self.draining):
             raise RuntimeError("a request drains though nothing refers to it")
+        self._arriving.check(holders, () if self.pool.host is None else self.pool.host.loading)
         if not holders and len(self._computing):
             raise RuntimeError(f"{len(self._computing)} pages are said to be computed by nobody")

@@ -23,6 +23,8 @@ def validate_config(scheduler: SchedulerConfig, cache: CacheConfig, info: Execut
         raise ConfigError(
             f"'cache.memory_bytes' is too small for one page of {info.page_bytes} bytes and the null page"
         )
+    if cache.host_memory_bytes and not cache.prefix_caching:
+        raise ConfigError("'cache.host_memory_bytes' keeps cached pages: it needs 'cache.prefix_caching'")
     if info.rows < 1:
         raise ConfigError(f"executor {info.device} has no rows")
 

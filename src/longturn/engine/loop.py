@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from longturn.config import CacheConfig, SchedulerConfig
-from longturn.engine.protocols import Clock, Executor, StepHandle
-from longturn.engine.records import EngineRequest, EngineStats, StepOutputs, StepPlan
+from longturn.engine.kv_events import CacheEvents, CacheListener
+from longturn.engine.protocols import Clock, Executor, Preparing, StepHandle
+from longturn.engine.records import EngineRequest, EngineStats, SamplingParams, StepOutputs, StepPlan
 from longturn.engine.scheduler import ResultMismatch, Scheduler
 
 _log = logging.getLogger(__name__)
@@ -40,17 +41,25 @@ class Engine:
         cache: CacheConfig,
         clock: Clock,
         events: Callable[[str], None] | None = None,
+        *,
+        check_interval_ns: int = _CHECK_INTERVAL_NS,
+        cache_listener: CacheListener | None = None,
     ) -> None:
         """
         Args:
             events: receives one line for everything that happens; see `Scheduler`.
+            check_interval_ns: least time between two idle checks that find nothing.
+            cache_listener: told what became of cached pages, once a step and after `reset_cache`; closed with the
+                engine.
 
         Raises:
             ConfigError: a setting is out of range.
         """
         self._executor = executor
         self._clock = clock
-        self._scheduler = Scheduler(executor.info, scheduler, cache, events)
+        self._cache_listener = cache_listener
+        self._cache_events = None if cache_listener is None else CacheEvents()
+        self._scheduler = Scheduler(executor.info, scheduler, cache, events, self._cache_events)
         self._depth = 2 if scheduler.run_ahead else 1
         self._in_flight: deque[_InFlight] = deque()
         self._faults = 0
@@ -59,7 +68,8 @@ class Engine:
         self._busy_ns = 0
         self._busy_since_ns = 0
         self._leak_faults = 0
-        self._checked_ns = -_CHECK_INTERVAL_NS
+        self._check_interval_ns = check_interval_ns
+        self._checked_ns = -check_interval_ns
         self._idle = True
         self._closed = False
 
@@ -76,9 +86,21 @@ class Engine:
         """
         self._scheduler.add(request, self._clock.now_ns())
 
+    def ready(self, sampling: SamplingParams) -> bool:
+        """Whether the executor is prepared for a request that samples so; if not it is getting ready, and `add` is best
+        called later."""
+        executor = self._executor
+        return not isinstance(executor, Preparing) or executor.ready(sampling)
+
     def abort(self, request_id: str) -> bool:
         """End a request; the next `step` has its ABORT output. False if there is no such request (any more)."""
         return self._scheduler.abort(request_id, self._clock.now_ns())
+
+    def reset_cache(self) -> int:
+        """Forget all cached pages; the number of pages that were known. Requests keep those that they hold."""
+        pages = self._scheduler.clear_cache()
+        self._tell_cache_events()
+        return pages
 
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
@@ -107,6 +129,7 @@ class Engine:
         elif self._scheduler.requests.live and not self._scheduler.requests.outputs:
             raise RuntimeError("the scheduler has requests but no step for them, and none is in flight")
         outputs = self._scheduler.take_outputs()
+        self._tell_cache_events()
         if not self.has_work():
             self._became_idle()
         return StepOutputs(outputs, self.stats())
@@ -124,6 +147,8 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._in_flight.clear()
+            if self._cache_listener is not None:
+                self._cache_listener.close()
             self._executor.close()
 
     def _launch(self, plan: StepPlan) -> None:
@@ -162,12 +187,18 @@ class Engine:
         self._faults += 1
         self._repeated = True
 
+    def _tell_cache_events(self) -> None:
+        if self._cache_listener is not None and self._cache_events is not None:
+            events = self._cache_events.take()
+            if events:
+                self._cache_listener.tell(events)
+
     def _became_idle(self) -> None:
         if self._idle:
             return
         self._idle = True
         now_ns = self._clock.now_ns()
-        if self._scheduler.requests.pool.used == 0 and now_ns - self._checked_ns < _CHECK_INTERVAL_NS:
+        if self._scheduler.requests.pool.used == 0 and now_ns - self._checked_ns < self._check_interval_ns:
             return
         self._checked_ns = now_ns
         try:

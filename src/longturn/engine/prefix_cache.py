@@ -7,7 +7,7 @@ until it is evicted, whether requests refer to it or not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from longturn.engine.pages import Page
 
@@ -15,16 +15,22 @@ from longturn.engine.pages import Page
 class PrefixCache:
     """hash -> page."""
 
-    __slots__ = ("_pages",)
+    __slots__ = ("_on_forget", "_pages")
 
-    def __init__(self) -> None:
+    def __init__(self, on_forget: Callable[[bytes], None] | None = None) -> None:
+        """`on_forget` is told the hash of every page that is no longer findable."""
         self._pages: dict[bytes, Page] = {}
+        self._on_forget = on_forget
 
     def __len__(self) -> int:
         return len(self._pages)
 
     def __contains__(self, page_hash: bytes) -> bool:
         return page_hash in self._pages
+
+    def get(self, page_hash: bytes) -> Page | None:
+        """The page that holds this content."""
+        return self._pages.get(page_hash)
 
     def longest(self, hashes: Sequence[bytes], limit: int) -> list[Page]:
         """Pages that hold the longest cached prefix, at most `limit` of them."""
@@ -53,8 +59,19 @@ class PrefixCache:
         """The page is about to be overwritten."""
         if page.hash is None or self._pages.pop(page.hash) is not page:
             raise RuntimeError(f"{page!r} is not the cache's page for its hash")
+        if self._on_forget is not None:
+            self._on_forget(page.hash)
         page.hash = None
         page.protected = False
+
+    def clear(self) -> list[Page]:
+        """Forget every page, without telling of each; the pages that were known."""
+        pages = list(self._pages.values())
+        self._pages.clear()
+        for page in pages:
+            page.hash = None
+            page.protected = False
+        return pages
 
     def check(self, pages: Sequence[Page]) -> None:
         """Raises RuntimeError unless the names of `pages` (the whole pool) and this table agree."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from longturn.engine.records import StepPlan, StepResult
+from longturn.engine.records import SamplingParams, StepPlan, StepResult
 
 
 class Clock(Protocol):
@@ -29,6 +29,18 @@ class ExecutorInfo:
     vocab_size: int
     device: str
     """Short name for people, such as `cpu (2 threads, avx512-vnni)`."""
+    weights: str = "unknown"
+    """How weights are computed with: `packed`, `fp32`."""
+    quantisation: str = "unknown"
+    """The weights' format as served: `q4_1`, `bf16`, `nvfp4`."""
+    kv_cache: str = "unknown"
+    """Data type of cached keys and values."""
+    copies_pages: bool = False
+    """It understands `StepPlan.copied_pages`. A prompt that is cached to its last page then computes its last token
+    alone, in a copy of that page, instead of the whole page."""
+    host_pages: int = 0
+    """Pages that fit into the host memory beside the pool, slots 0 .. host_pages-1; 0: it understands neither
+    `StepPlan.save_pages` nor `load_pages`."""
 
 
 class StepHandle(Protocol):
@@ -55,4 +67,15 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free threads and memory. Steps in flight are waited for."""
+        ...
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """What an executor may also be: one that needs time for some requests before their first step, without which the
+    steps of others would have to wait for it."""
+
+    def ready(self, sampling: SamplingParams) -> bool:
+        """Whether a request that samples so can be launched now; starts to prepare for it in the background if not. It
+        may be launched all the same: the step then waits."""
         ...

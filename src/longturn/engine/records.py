@@ -64,6 +64,9 @@ class SamplingParams:
     """Number of most likely tokens reported with each token (0: the sampled one alone); None: no logprobs."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output (the model's end tokens among them unless ignored)."""
+    grammar: str | None = None
+    """What the output must be, as text for the executor's grammar library (`longturn.grammar_library`); the model's end
+    tokens are then sampled only where the grammar may end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,11 @@ class RowWork:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: differences to the executor's state, then the work. Decodes come first in `work`."""
+    """One step: differences to the executor's state, then the work. Decodes come first in `work`.
+
+    A plan without work only carries copies, or waits for them: its step ends when one more load has come to its end, or
+    at once if all have.
+    """
 
     step_id: int
     work: tuple[RowWork, ...]
@@ -154,6 +161,18 @@ class StepPlan:
     """(row, page ids appended to its page table)."""
     freed_rows: tuple[int, ...] = ()
     """Rows whose request is gone; applied before `new_rows`."""
+    copied_pages: tuple[tuple[int, int], ...] = ()
+    """(from, to): pages whose whole content is copied before anything of this step is written; both may be the same,
+    whose content then stays. Only for executors whose `ExecutorInfo.copies_pages` is set."""
+    save_pages: tuple[tuple[int, int], ...] = ()
+    """(page, host slot): pages copied to host memory, as they are before anything of this step is written."""
+    load_pages: tuple[tuple[int, int], ...] = ()
+    """(host slot, page): slots copied back, after this plan's saves and page copies.
+
+    Both kinds, only for executors with `ExecutorInfo.host_pages`, run beside steps. The executor makes whatever touches
+    the same page or slot later, in the order of plans, wait for them: no plan reads a page before a `StepResult` has
+    said that it is loaded, but it may overwrite one that is still being saved. Copies are made whether their step
+    fails or not, and a copy that fails is no failure of the step."""
 
     @property
     def tokens(self) -> int:
@@ -184,6 +203,12 @@ class StepResult:
     """One for each work item with `samples`, in the plan's order."""
     elapsed_ns: int = 0
     """Time the device spent on the step."""
+    loaded_pages: tuple[int, ...] = ()
+    """Pages whose load has been completed, of all plans launched so far, each said once."""
+    lost_pages: tuple[int, ...] = ()
+    """Pages whose load has failed, likewise: they hold nothing."""
+    lost_slots: tuple[int, ...] = ()
+    """Host slots whose save has failed: they hold nothing, and loads from them fail as well."""
 
 
 # --- engine -> frontend ----------------------------------------------------------------------------------------------
@@ -242,6 +267,16 @@ class EngineStats:
     """Failed idle invariant checks; anything but 0 is a bug."""
     busy_ns: int = 0
     """Time with a step in flight."""
+    host_pages_total: int = 0
+    """Pages that the host tier can hold."""
+    host_pages_cached: int = 0
+    """Pages that it holds."""
+    offloaded_pages: int = 0
+    """Pages copied to host memory."""
+    loaded_pages: int = 0
+    """Pages copied back."""
+    host_hit_tokens: int = 0
+    """Of `cached_tokens`, tokens that were found in host memory."""
 
 
 @dataclass(frozen=True, slots=True)

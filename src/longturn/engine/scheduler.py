@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
+from longturn.engine.kv_events import CacheEvents
 from longturn.engine.lifecycle import Requests
 from longturn.engine.pacing import MIN_CHUNK_TOKENS, Allowance, StepTimeModel
 from longturn.engine.preemption import choose_victim, private_pages
@@ -32,6 +33,8 @@ from longturn.engine.records import (
 )
 from longturn.engine.sequence import Sequence, State
 
+_BLANK_SHARE = 16
+"""At most this part of the pool is kept blank."""
 _MOST_DEFERRED = 64
 """Requests waiting for others' pages that one step looks past."""
 
@@ -59,21 +62,27 @@ class Scheduler:
         scheduler: SchedulerConfig,
         cache: CacheConfig,
         events: Callable[[str], None] | None = None,
+        cache_events: CacheEvents | None = None,
     ) -> None:
         """
         Args:
             events: receives one line for everything that happens; two runs are equal if their lines are.
+            cache_events: collects what becomes of cached pages.
 
         Raises:
             ConfigError: a setting is out of range.
         """
-        self.requests = Requests(info, scheduler, cache, events)
+        self.requests = Requests(info, scheduler, cache, events, cache_events)
         self.step_time = StepTimeModel()
         self._events = events
         self._step_tokens = scheduler.step_tokens
         self._target_ns = scheduler.target_itl_ms * 1e6
         self._decode_tokens = max(1, math.ceil(scheduler.decode_share * scheduler.step_tokens))
         """Decode rows that prompts cannot push out of a step."""
+        self._blank_pages = min(
+            self.requests.pool.capacity // _BLANK_SHARE, -(-scheduler.step_tokens // PAGE_TOKENS) + info.rows
+        )
+        """With a host tier: pages that a step should find blank, since it waits for the copy of those it evicts."""
         self._launched: dict[int, _Launched] = {}
         self._step_id = 0
         self._steps = 0
@@ -97,6 +106,10 @@ class Scheduler:
         """End a request wherever it stands, with an ABORT output. False if there is no such request (any more)."""
         return self.requests.abort(request_id, now_ns)
 
+    def clear_cache(self) -> int:
+        """Forget all cached pages; the number of pages that were known. Requests keep those that they hold."""
+        return self.requests.clear_cache()
+
     def take_outputs(self) -> tuple[RequestOutput, ...]:
         """Outputs since the last call."""
         outputs = tuple(self.requests.outputs)
@@ -113,9 +126,9 @@ class Scheduler:
         short_of_page = 0
         for sequence in requests.running:
             known = sequence.known
-            if known >= sequence.limit:
-                continue  # its last token is being sampled
-            if known - sequence.scheduled == 1:
+            if known >= sequence.limit or sequence.arriving:
+                continue  # its last token is being sampled, or its pages are not here yet
+            if known - sequence.scheduled == 1 and sequence.announced:
                 decodes.append(sequence)
                 if sequence.scheduled >= sequence.page_end:
                     short_of_page += 1
@@ -155,16 +168,28 @@ class Scheduler:
             allowance = self._allowance(count)
             self._schedule_prompts(allowance, prefills, work, sequences, new_rows, now_ns)
             launched = _Launched(sequences, count, allowance.spent_tokens, allowance.pairs)
-        if not work:
+        host = requests.pool.host
+        saves: tuple[tuple[int, int], ...] = ()
+        loads: tuple[tuple[int, int], ...] = ()
+        if host is not None:
+            if work:
+                requests.pool.keep_blank(self._blank_pages, now_ns)
+            elif not host.orders and (self._launched or not host.loading):
+                return None
+            saves, loads = host.take_orders()
+        elif not work:
             return None
-        plan = StepPlan(step_id, tuple(work), tuple(new_rows), tuple(new_pages), tuple(requests.freed_rows))
+        freed, copied = tuple(requests.freed_rows), tuple(requests.copied_pages)
+        plan = StepPlan(step_id, tuple(work), tuple(new_rows), tuple(new_pages), freed, copied, saves, loads)
         requests.freed_rows.clear()
+        requests.copied_pages.clear()
         self._step_id = step_id
         self._launched[step_id] = launched
         if self._events is not None:
             rows = [(row.row, row.request_id, len(row.tokens) // 4, row.pages) for row in new_rows]
             items = [(item.row, item.start, item.count, item.samples) for item in work]
-            self._events(f"{now_ns} plan {step_id} {items} rows {rows} pages {new_pages} freed {plan.freed_rows}")
+            copies = f" saves {saves} loads {loads}" if saves or loads else ""
+            self._events(f"{now_ns} plan {step_id} {items} rows {rows} pages {new_pages} freed {freed}{copies}")
         return plan
 
     def _allowance(self, decodes: int) -> Allowance:
@@ -202,13 +227,15 @@ class Scheduler:
                 deferred.append(requests.waiting.pop())
                 continue
             else:
-                row = requests.admit(waiting, now_ns)
-                if row is None:
+                if not requests.admit(waiting, now_ns):
                     # Strictly in order: smaller requests behind this one could go on taking what it waits for.
                     blocked = True
                     continue
-                new_rows.append(row)
+                if waiting.arriving:
+                    continue  # its turn comes when its pages have
                 sequence = waiting
+            if not sequence.announced:
+                new_rows.append(requests.new_row(sequence, now_ns))
             start = sequence.scheduled
             left = sequence.known - start
             count = allowance.take(start, left, PAGE_TOKENS)
@@ -246,12 +273,21 @@ class Scheduler:
         Raises:
             ResultMismatch: the result does not belong to the plan; nothing has been applied.
         """
+        requests = self.requests
+        host = requests.pool.host
+        waited = not plan.work and host is not None and len(host.loading) > 0
+        ended = len(result.loaded_pages) + len(result.lost_pages)
+        # Before anything can be wrong with the rest: what a result says of copies is said once.
+        if (ended or result.lost_slots) and not requests.copies_ended(result, now_ns):
+            raise ResultMismatch(f"step {plan.step_id} was answered with copies that were not ordered")
+        if waited and not ended:
+            raise ResultMismatch(f"step {plan.step_id} waited for copies and was answered without one")
         if result.step_id != plan.step_id or [i.row for i in plan.work if i.samples] != [r.row for r in result.rows]:
             raise ResultMismatch(f"step {plan.step_id} was answered by step {result.step_id} or with other rows")
-        requests = self.requests
         launched = self._launched.pop(plan.step_id)
         self._steps += 1
-        self.step_time.observe(result.elapsed_ns, launched.decodes, launched.prefill_tokens, launched.prefill_pairs)
+        if plan.work:
+            self.step_time.observe(result.elapsed_ns, launched.decodes, launched.prefill_tokens, launched.prefill_pairs)
         results = iter(result.rows)
         for item, sequence in zip(plan.work, launched.sequences, strict=True):
             sequence.in_flight -= 1
@@ -322,6 +358,8 @@ class Scheduler:
             requests.aborts,
             leak_faults,
             busy_ns,
+            *((0, 0, 0, 0) if pool.host is None else pool.host.counts),
+            requests.host_hit_tokens,
         )
 
     def check(self) -> None:

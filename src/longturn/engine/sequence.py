@@ -43,7 +43,9 @@ class Sequence:
     """A request and where it stands. Mutable, and touched by the scheduler alone."""
 
     __slots__ = (
+        "announced",
         "arrived_ns",
+        "arriving",
         "cached_tokens",
         "computed",
         "expected_hit",
@@ -51,6 +53,7 @@ class Sequence:
         "first_token_ns",
         "generated",
         "hashes",
+        "host_hits",
         "in_flight",
         "known",
         "last_step",
@@ -98,6 +101,12 @@ class Sequence:
         """Launched and unread steps that refer to this request's row."""
         self.last_step = 0
         self.row = -1
+        self.announced = False
+        """The executor knows of the row."""
+        self.arriving = 0
+        """Of `pages`, those on their way from host memory; there is nothing to compute before they are here."""
+        self.host_hits = 0
+        """Of `pages`, those that were found in host memory."""
         self.pages: list[Page] = []
         self.page_end = 0
         """Positions that `pages` can hold."""
@@ -133,7 +142,7 @@ class Sequence:
         return RequestTimes(self.arrived_ns, self.scheduled_ns, self.first_token_ns, now_ns)
 
     def start(self, hits: list[Page], fresh: list[Page], row: int) -> None:
-        """Hold `row` and these pages; the first `hits` are filled."""
+        """Hold `row` and these pages; the first `hits` are filled, or being filled from host memory."""
         filled = len(hits) * PAGE_TOKENS
         self.state = State.RUNNING
         self.row = row
@@ -147,6 +156,7 @@ class Sequence:
         """Give up row and pages; returns the pages, in order."""
         pages, self.pages = self.pages, []
         self.row = -1
+        self.announced = False
         self.page_end = self.scheduled = self.computed = 0
         self.known = self.seen
         return pages
@@ -163,14 +173,15 @@ class Sequence:
             index = self.register_at // PAGE_TOKENS - 1
             if index == len(self.hashes) and self.request.hash_key:
                 parent = self.hashes[-1] if self.hashes else None
-                self.hashes.append(next_page_hash(parent, self._page_tokens(index), self.request.hash_key))
+                self.hashes.append(next_page_hash(parent, self.page_tokens(index), self.request.hash_key))
             if index >= len(self.hashes):
                 self.register_at = _NEVER  # no key to go on with: nothing after this page can be named
                 return
-            pool.cache.put(self.pages[index], self.hashes[index])
+            pool.put(self.pages[index], self.hashes[index])
             self.register_at += PAGE_TOKENS
 
-    def _page_tokens(self, index: int) -> bytes:
+    def page_tokens(self, index: int) -> bytes:
+        """Token ids of a complete page, int32 little-endian."""
         begin = index * PAGE_TOKENS
         from_prompt = self.request.prompt[index * _PAGE_BYTES : (index + 1) * _PAGE_BYTES]
         if len(from_prompt) == _PAGE_BYTES:

@@ -10,15 +10,21 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from longturn.engine.protocols import ExecutorInfo
-from longturn.engine.records import RowResult, RowWork, StepPlan, StepResult, TokenLogprobs
+from longturn.engine.records import RowResult, RowWork, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from longturn.executor.grammar import GrammarError, Grammars
+from longturn.executor.offload import CopyReport, Offload
 from longturn.executor.rows import Rows, StepInputs
 from longturn.executor.sampler import NonFiniteLogits, sample
+from longturn.grammar_library import Vocabulary
+from longturn.models.formats import ServedFormats
 
 
 class CpuModel(Protocol):
@@ -29,6 +35,11 @@ class CpuModel(Protocol):
     pages: int
     page_bytes: int
     description: str
+
+    @property
+    def storage(self) -> npt.NDArray[np.uint8]:
+        """[pages, page_bytes]: the page pool's own memory."""
+        ...
 
     def logits(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         """Compute all tokens of the step; [n, vocab] float32 logits for `sample_index`, valid until the next call."""
@@ -67,9 +78,27 @@ class _Handle:
 class CpuExecutor:
     """Runs steps of one model on the CPU; implements `engine.protocols.Executor`."""
 
-    def __init__(self, model: CpuModel, rows: int) -> None:
+    def __init__(
+        self,
+        model: CpuModel,
+        rows: int,
+        *,
+        formats: ServedFormats | None = None,
+        vocabulary: Callable[[], Vocabulary] | None = None,
+        offload: Offload | None = None,
+    ) -> None:
+        """
+        Args:
+            model: with its page pool.
+            rows: requests computed at once.
+            formats: what the model computes with, for those who ask the engine.
+            vocabulary: the model's, for requests with a grammar; without it they fail. Called when the first one comes.
+            offload: host memory beside the model's page pool, if there is any.
+        """
         self._model = model
-        self._rows = Rows(rows, model.max_context_tokens, model.vocab_size)
+        self._offload = offload
+        self._grammars = None if vocabulary is None else Grammars(vocabulary, model.vocab_size)
+        self._rows = Rows(rows, model.max_context_tokens, model.vocab_size, self._grammars)
         self._info = ExecutorInfo(
             rows=rows,
             pages=model.pages,
@@ -77,6 +106,8 @@ class CpuExecutor:
             max_context_tokens=model.max_context_tokens,
             vocab_size=model.vocab_size,
             device=model.description,
+            host_pages=0 if offload is None else offload.host_pages,
+            **({} if formats is None else asdict(formats)),
         )
         self._queue: queue.SimpleQueue[tuple[StepPlan, _Handle] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._run, name="longturn-cpu-executor", daemon=True)
@@ -85,6 +116,11 @@ class CpuExecutor:
     @property
     def info(self) -> ExecutorInfo:
         return self._info
+
+    def ready(self, sampling: SamplingParams) -> bool:
+        """As `engine.protocols.Preparing.ready`."""
+        grammar = sampling.grammar
+        return grammar is None or self._grammars is None or self._grammars.ready(grammar)
 
     def launch(self, plan: StepPlan) -> _Handle:
         handle = _Handle()
@@ -95,7 +131,11 @@ class CpuExecutor:
         if self._worker.is_alive():
             self._queue.put(None)
             self._worker.join()
+            if self._offload is not None:
+                self._offload.close()
             self._model.close()
+            if self._grammars is not None:
+                self._grammars.close()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -107,18 +147,23 @@ class CpuExecutor:
 
     def _step(self, plan: StepPlan) -> StepResult:
         begin_ns = time.perf_counter_ns()
+        if self._offload is not None:
+            self._offload.begin(plan)
         self._rows.apply(plan)
-        if not plan.work:
-            return StepResult(plan.step_id, ())
+        results = self._results(plan) if plan.work else []
+        copies = CopyReport() if self._offload is None else self._offload.ended(plan)
+        elapsed_ns = time.perf_counter_ns() - begin_ns if plan.work else 0
+        return StepResult(plan.step_id, tuple(results), elapsed_ns, *copies)
+
+    def _results(self, plan: StepPlan) -> list[RowResult]:
+        """Compute a plan's work."""
         inputs = self._rows.inputs(plan.work)
         sampling = [w for w in plan.work if w.samples]
         if all(self._rows.sampling(w.row).plain_greedy for w in sampling):
             tokens = self._model.greedy(inputs)
-            results = [self._greedy_result(w, int(token)) for w, token in zip(sampling, tokens, strict=True)]
-        else:
-            logits = self._model.logits(inputs)
-            results = [self._sample(w, row_logits) for w, row_logits in zip(sampling, logits, strict=True)]
-        return StepResult(plan.step_id, tuple(results), time.perf_counter_ns() - begin_ns)
+            return [self._greedy_result(w, int(token)) for w, token in zip(sampling, tokens, strict=True)]
+        logits = self._model.logits(inputs)
+        return [self._sample(w, row_logits) for w, row_logits in zip(sampling, logits, strict=True)]
 
     def _greedy_result(self, work: RowWork, token: int) -> RowResult:
         if token < 0:
@@ -134,7 +179,7 @@ class CpuExecutor:
     def _sample(self, work: RowWork, logits: npt.NDArray[np.float32]) -> RowResult:
         try:
             token, found = sample(logits, self._rows.sampling(work.row), work.start + work.count)
-        except NonFiniteLogits as error:
+        except (NonFiniteLogits, GrammarError) as error:
             return self._failed(work, str(error))
         self._rows.append(work.row, token)
         logprobs: tuple[TokenLogprobs, ...] = () if found is None else (found,)

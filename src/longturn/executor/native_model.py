@@ -21,6 +21,11 @@ class NativeCpuModel:
         self.page_bytes = decoder.page_bytes
         self.description = f"cpu (packed weights, {isa}, {decoder.config.threads} threads)"
 
+    @property
+    def storage(self) -> npt.NDArray[np.uint8]:
+        """[pages, page_bytes]: the page pool's own memory."""
+        return self._cache.reshape(self.pages, -1).view(np.uint8)
+
     def logits(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         logits, _ = self._forward(inputs, logits=True)
         assert logits is not None

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longturn.config import PAGE_TOKENS
-from longturn.engine.records import RowWork, StepPlan
+from longturn.engine.records import NewRow, RowWork, StepPlan
+from longturn.executor.grammar import GrammarRow, Grammars
 from longturn.executor.sampler import SamplingState
 
 Int32 = npt.NDArray[np.int32]
@@ -39,8 +40,10 @@ class StepInputs:
 class Rows:
     """Fixed-size host arrays for all rows. Not thread-safe: one thread applies plans in the order of their launch."""
 
-    def __init__(self, rows: int, max_context_tokens: int, vocab_size: int) -> None:
+    def __init__(self, rows: int, max_context_tokens: int, vocab_size: int, grammars: Grammars | None = None) -> None:
+        """`grammars`: for requests that bring one; such a request fails if None."""
         self.vocab_size = vocab_size
+        self._grammars = grammars
         max_pages = -(-max_context_tokens // PAGE_TOKENS)
         self.page_tables = np.zeros((rows, max_pages), np.int32)
         self._tokens = np.zeros((rows, max_context_tokens + 1), np.int32)
@@ -62,7 +65,9 @@ class Rows:
             self.page_tables[new.row] = 0
             self.page_tables[new.row, : len(new.pages)] = new.pages
             self._pages[new.row] = len(new.pages)
-            self._sampling[new.row] = SamplingState.create(new.sampling, tokens, new.prompt_tokens, self.vocab_size)
+            self._sampling[new.row] = SamplingState.create(
+                new.sampling, tokens, new.prompt_tokens, self.vocab_size, self._grammar(new, tokens)
+            )
         for row, pages in plan.new_pages:
             first = int(self._pages[row])
             self.page_tables[row, first : first + len(pages)] = pages
@@ -96,6 +101,14 @@ class Rows:
                 sample_index.append(at - 1)
         rows = np.array([w.row for w in work], np.int32)
         return StepInputs(tokens, positions, query_starts, rows, self.page_tables, np.array(sample_index, np.int32))
+
+    def _grammar(self, new: NewRow, tokens: Int32) -> GrammarRow | None:
+        text = new.sampling.grammar
+        if text is None:
+            return None
+        if self._grammars is None:
+            return GrammarRow(None, self.vocab_size, (), error="this executor has no grammars")
+        return self._grammars.row(text, tokens[new.prompt_tokens :].tolist())
 
     def sampling(self, row: int) -> SamplingState:
         state = self._sampling[row]

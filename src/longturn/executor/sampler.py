@@ -6,7 +6,8 @@ race; the token i wins with probability weight_i / sum of weights). So a request
 batch, and resumed after preemption; where arithmetic differs in the last bits, as on a GPU, only near-ties can change,
 while a lookup in the cumulative distribution would shift with every rounding before it.
 
-Truncation follows Hugging Face's order: penalties, temperature, top-k, top-p (on what top-k left), min-p.
+A grammar's mask comes before everything, so what is not allowed never counts. Truncation follows Hugging Face's order:
+penalties, temperature, top-k, top-p (on what top-k left), min-p.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from longturn.engine.records import SamplingParams, TokenLogprobs
+from longturn.executor.grammar import GrammarRow
 
 Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -44,13 +47,23 @@ class SamplingState:
     """[vocab] tokens of prompt and output; only with a repetition penalty."""
     bias_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     bias_values: Floats = field(default_factory=lambda: np.empty(0, np.float32))
+    grammar: GrammarRow | None = None
+    """Where the sequence stands in its grammar."""
 
     @classmethod
     def create(
-        cls, params: SamplingParams, tokens: npt.NDArray[np.int32], prompt_tokens: int, vocab: int
+        cls,
+        params: SamplingParams,
+        tokens: npt.NDArray[np.int32],
+        prompt_tokens: int,
+        vocab: int,
+        grammar: GrammarRow | None = None,
     ) -> SamplingState:
-        """State of a sequence whose `tokens` (prompt, then output) are known; a resumed sequence starts right."""
-        state = cls(params, generated=len(tokens) - prompt_tokens)
+        """State of a sequence whose `tokens` (prompt, then output) are known; a resumed sequence starts right.
+
+        `grammar` has been led through the output.
+        """
+        state = cls(params, generated=len(tokens) - prompt_tokens, grammar=grammar)
         if params.frequency_penalty or params.presence_penalty:
             state.output_counts = np.bincount(tokens[prompt_tokens:], minlength=vocab).astype(np.int32)
         if params.repetition_penalty != 1.0:
@@ -64,6 +77,8 @@ class SamplingState:
     def append(self, token: int) -> None:
         """Record a sampled token."""
         self.generated += 1
+        if self.grammar is not None:
+            self.grammar.advance(token)
         if self.output_counts is not None:
             self.output_counts[token] += 1
         if self.seen is not None:
@@ -80,6 +95,7 @@ class SamplingState:
             and self.seen is None
             and not p.logit_bias
             and not self.must_not_stop
+            and self.grammar is None
         )
 
     @property
@@ -134,14 +150,18 @@ def sample(logits: Floats, state: SamplingState, position: int) -> tuple[int, To
 
     Raises:
         NonFiniteLogits: NaN among the logits, or nothing left to choose from.
+        GrammarError: the sequence's grammar cannot be followed.
     """
     params = state.params
     top = float(logits.max())
     if not math.isfinite(top):
         raise NonFiniteLogits(f"the model produced a largest logit of {top}")
-    adjusted = _adjust(logits, state)
+    allowed = None if state.grammar is None else _allowed(state.grammar, len(logits))
+    adjusted = _adjust(logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf)), state, allowed)
     if params.temperature == 0.0:
         token = int(adjusted.argmax())
+        if allowed is not None and not allowed[token]:
+            raise NonFiniteLogits("every token that the grammar allows is ruled out")
     else:
         token = _draw(adjusted, params, position)
     if params.logprobs is None:
@@ -149,8 +169,17 @@ def sample(logits: Floats, state: SamplingState, position: int) -> tuple[int, To
     return token, logprobs_of(logits, token, params.logprobs)
 
 
-def _adjust(logits: Floats, state: SamplingState) -> Floats:
-    """Penalties, bias and the ban on stop tokens, on a copy where anything changes."""
+def _allowed(grammar: GrammarRow, vocab: int) -> Bools:
+    """[vocab] tokens that the grammar allows next."""
+    bits = np.unpackbits(grammar.mask().astype("<i4", copy=False).view(np.uint8), count=vocab, bitorder="little")
+    return bits.view(np.bool_)
+
+
+def _adjust(logits: Floats, state: SamplingState, allowed: Bools | None) -> Floats:
+    """Penalties, bias and the ban on stop tokens, on a copy where anything changes.
+
+    A grammar that has ended allows nothing but stop tokens: then `min_tokens` must not take those away.
+    """
     params = state.params
     touched = state.output_counts is not None or state.seen is not None or len(state.bias_ids) > 0
     if not touched and not state.must_not_stop:
@@ -167,7 +196,9 @@ def _adjust(logits: Floats, state: SamplingState) -> Floats:
     if len(state.bias_ids):
         np.add.at(out, state.bias_ids, state.bias_values)
     if state.must_not_stop:
-        out[list(params.stop_token_ids)] = -np.inf
+        stops = list(params.stop_token_ids)
+        if allowed is None or np.count_nonzero(allowed) > np.count_nonzero(allowed[stops]):
+            out[stops] = -np.inf
     return out
 
 

@@ -25,6 +25,12 @@ class TorchCpuModel:
         self.page_bytes = model.kv.page_bytes
         self.description = f"cpu (torch fp32, {threads} threads)"
 
+    @property
+    def storage(self) -> npt.NDArray[np.uint8]:
+        """[pages, page_bytes]: the page pool's own memory."""
+        storage: npt.NDArray[np.uint8] = self._cache.numpy()
+        return storage
+
     def logits(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         ends = inputs.query_starts[1:] - 1
         contexts = inputs.positions[ends] + 1

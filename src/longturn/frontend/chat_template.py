@@ -23,12 +23,17 @@ import jinja2.sandbox
 import jinja2.utils
 
 from longturn.errors import ModelError, RequestError
+from longturn.frontend.conversation import Turn
 from longturn.frontend.records import ChatPrompt
 from longturn.frontend.tokenizer import DEFAULT_TEMPLATE, Tokenizer
+from longturn.frontend.tool_prompt import CallSyntax, with_system_tools, with_written_calls
 
 _TOOL_TEMPLATE = "tool_use"
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+_THINKING = "enable_thinking"
+_THINKING_NAMES: Mapping[str, tuple[Any, Any]] = {"thinking": (True, False), "thinking_mode": ("enabled", "disabled")}
+"""Other names of `enable_thinking`, and what stands for true and false (DeepSeek's and MiniMax-M3's templates)."""
 
 
 class ChatTemplates:
@@ -46,9 +51,14 @@ class ChatTemplates:
         environment = _environment()
         self._special = dict(special_tokens)
         self._templates: dict[str, jinja2.Template] = {}
+        self._variables: dict[str, frozenset[str]] = {}
+        self.text = "\n".join(sources.values())
+        """The source of all of them: tells which markers the model was trained with."""
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
+                names = environment.parse(source).find_all(jinja2.nodes.Name)
+                self._variables[name] = frozenset(found.name for found in names if found.ctx == "load")
             except jinja2.TemplateSyntaxError as error:
                 raise ModelError(f"chat template '{name}' line {error.lineno}: {_line(error)}") from error
 
@@ -56,8 +66,23 @@ class ChatTemplates:
     def of(cls, tokenizer: Tokenizer) -> ChatTemplates:
         return cls(tokenizer.settings.chat_templates, tokenizer.settings.special_tokens)
 
-    def render(self, prompt: ChatPrompt) -> str:
+    @property
+    def shows_tools(self) -> bool:
+        """A template writes the tools into the prompt."""
+        return any("tools" in variables for variables in self._variables.values())
+
+    @property
+    def shows_calls(self) -> bool:
+        """A template writes tool calls into the prompt."""
+        return "tool_calls" in self.text
+
+    def render(self, prompt: ChatPrompt, syntax: CallSyntax | None = None) -> str:
         """Prompt text of a conversation, special tokens written out.
+
+        Args:
+            prompt: the conversation.
+            syntax: how the model writes tool calls, where the template does not show tools or calls; None leaves out
+                what it does not show.
 
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.
@@ -72,10 +97,16 @@ class ChatTemplates:
                 f"chat_template_kwargs must not set '{taken[0]}', which the request has a field for",
                 param="chat_template_kwargs",
             )
+        messages = [_message(message) for message in prompt.messages]
+        if syntax is not None and not self.shows_calls:
+            messages = with_written_calls(messages, syntax, _tojson)
+        if syntax is not None and prompt.tools and not self.shows_tools:
+            messages = with_system_tools(messages, _plain(list(prompt.tools)), syntax)
+        kwargs = _translated(_plain(prompt.template_kwargs), self._variables[name])
         try:
             return template.render(
-                {**self._special, "documents": None, **_plain(prompt.template_kwargs)},
-                messages=[_message(message) for message in prompt.messages],
+                {**self._special, "documents": None, **kwargs},
+                messages=messages,
                 tools=_plain(list(prompt.tools)) if prompt.tools else None,
                 add_generation_prompt=prompt.add_generation_prompt,
             )
@@ -87,21 +118,63 @@ class ChatTemplates:
             raise RequestError(f"the chat template refuses these messages: {_line(error)}", param="messages") from error
 
 
-def with_reasoning(prompt: ChatPrompt, known: Mapping[int, str]) -> ChatPrompt | None:
-    """A conversation with reasoning put back where a client has left it out; None if it has left out nothing.
+def _translated(kwargs: dict[str, Any], variables: frozenset[str]) -> dict[str, Any]:
+    """Template arguments with `enable_thinking` under the name that the template has for it."""
+    if not isinstance(thinks := kwargs.get(_THINKING), bool) or _THINKING in variables:
+        return kwargs
+    known = {name: values[not thinks] for name, values in _THINKING_NAMES.items() if name in variables}
+    return {**known, **kwargs}
 
-    Few clients send reasoning back, though templates of reasoning models want it in a loop of tool calls. Where a
-    client sends the field, also an empty one, that is what counts.
+
+def as_written(prompt: ChatPrompt, turns: Mapping[int, Turn]) -> ChatPrompt:
+    """A conversation with the model's answers as the model has written them, as far as messages can say it.
+
+    Few clients send reasoning back, though templates of reasoning models want it in a loop of tool calls; where a
+    client sends the field, also an empty one, that is what counts. Arguments of tool calls get the model's own
+    spelling, whatever spelling of the same values the client sends: rendered in another one they would not be the
+    tokens that are cached.
 
     Args:
         prompt: the conversation.
-        known: what the model has thought, by the index of its message.
+        turns: those that wrote its answers, by the index of their message.
     """
     messages = list(prompt.messages)
-    for index, reasoning in known.items():
-        if all(messages[index].get(name) is None for name in _REASONING_FIELDS):
-            messages[index] = {**messages[index], "reasoning_content": reasoning}
-    return None if messages == list(prompt.messages) else dataclasses.replace(prompt, messages=tuple(messages))
+    for index, turn in turns.items():
+        message = dict(messages[index])
+        if turn.reasoning and all(message.get(name) is None for name in REASONING_FIELDS):
+            message["reasoning_content"] = turn.reasoning
+        calls = message.get("tool_calls")
+        if calls and len(calls) == len(turn.arguments):
+            message["tool_calls"] = [_spelled(*pair) for pair in zip(calls, turn.arguments, strict=True)]
+        messages[index] = message
+    return dataclasses.replace(prompt, messages=tuple(messages)) if turns else prompt
+
+
+def check_values(prompt: ChatPrompt) -> None:
+    """Raises RequestError unless all that a client has put into a prompt are JSON values."""
+    _plain([*prompt.messages, *prompt.tools, prompt.template_kwargs])
+
+
+class _Spelled(str):
+    """Arguments of a tool call as JSON text that a template must not spell in another way."""
+
+    __slots__ = ()
+
+
+class _Arguments(dict[str, Any]):
+    """What templates see of arguments that have a spelling."""
+
+    __slots__ = ("spelling",)
+
+    def __init__(self, values: Mapping[str, Any], spelling: str) -> None:
+        super().__init__(values)
+        self.spelling = spelling
+
+
+def _spelled(call: Any, spelling: str) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": _Spelled(spelling)}}
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,21 +188,22 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("tool_calls") and given.get("content") is None:
         given["content"] = ""
     plain = {key: value for key, value in given.items() if value is not None}
-    reasoning = next((plain[key] for key in _REASONING_FIELDS if key in plain), None)
+    reasoning = next((plain[key] for key in REASONING_FIELDS if key in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     calls = plain.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
             with contextlib.suppress(ValueError):  # what is no JSON stays as it is
-                function["arguments"] = json.loads(function["arguments"])
+                values = json.loads(text)
+                function["arguments"] = _Arguments(values, str(text)) if isinstance(text, _Spelled) else values
     return plain
 
 
 def _plain(value: Any) -> Any:
     """A copy made of exact JSON types: other objects may have methods that the sandbox does not know are dangerous."""
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (str, int, float, bool, _Spelled):
         return value
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
@@ -211,6 +285,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if isinstance(value, _Arguments) and indent is None and not sort_keys:
+        return value.spelling
     # Jinja's own filter escapes HTML characters; models were trained without.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

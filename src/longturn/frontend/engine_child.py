@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from longturn.config import EngineConfig, ServerConfig
 from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import StepOutputs
 from longturn.errors import EngineDeadError, LongturnError
-from longturn.frontend.engine_pump import Command, Rejection, Stop
+from longturn.frontend.engine_pump import CacheReset, Command, Rejection, Stop
 from longturn.frontend.wire import Event, StartupError, decode_event, encode_message
+from longturn.json_log import json_line
 
 TAIL_LINES = 20
 """Last lines of the process's output that are kept for the log."""
@@ -48,7 +50,16 @@ class EngineStartError(LongturnError):
 class EngineChild:
     """A running engine process and the socket to it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, directory: Path) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        socket: zmq.asyncio.Socket,
+        directory: Path,
+        *,
+        json_log: bool = False,
+    ) -> None:
+        """`json_log`: pass the process's output on as JSON log lines."""
+        self._json_log = json_log
         self._process = process
         self._socket = socket
         self._directory = directory
@@ -91,7 +102,7 @@ class EngineChild:
         # The engine needs nothing of the HTTP side, least of all its API keys.
         engine_side = dataclasses.replace(config, server=ServerConfig())
         process.stdin.write(msgspec.json.encode(engine_side) + b"\n")
-        return cls(process, socket, directory)
+        return cls(process, socket, directory, json_log=config.server.log_format == "json")
 
     @property
     def pid(self) -> int:
@@ -112,13 +123,20 @@ class EngineChild:
             raise EngineStartError(event.line, event.exit_code)
         raise EngineDeadError(f"the engine process ended while starting: {await self.cause()}")
 
-    async def run(self, on_outputs: Callable[[StepOutputs], None], on_rejection: Callable[[Rejection], None]) -> None:
+    async def run(
+        self,
+        on_outputs: Callable[[StepOutputs], None],
+        on_rejection: Callable[[Rejection], None],
+        on_reset: Callable[[CacheReset], None],
+    ) -> None:
         """Deliver messages until the process has ended."""
         while (event := await self._next_event()) is not None:
             if isinstance(event, StepOutputs):
                 on_outputs(event)
             elif isinstance(event, Rejection):
                 on_rejection(event)
+            elif isinstance(event, CacheReset):
+                on_reset(event)
 
     def send(self, command: Command) -> None:
         """Send without waiting: the socket has no high-water mark, so it always takes the message."""
@@ -189,12 +207,22 @@ class EngineChild:
         rest = ""
         while data := await self._process.stdout.read(1 << 16):
             text = decoder.decode(data)
-            print(text, end="", file=sys.stderr, flush=True)
             # A progress bar writes no line ends: keep the end of such a line only.
             *lines, rest = (rest[-MAX_LINE_CHARS:] + text).split("\n")
+            shown = _as_json(lines) if self._json_log else text
+            print(shown, end="", file=sys.stderr, flush=True)
             self._tail.extend(lines)
         if rest:
             self._tail.append(rest)
+
+
+def _as_json(lines: list[str]) -> str:
+    now_s = time.time()
+    return "".join(
+        json_line(line.strip("\r"), level="info", logger="longturn.engine", created_s=now_s) + "\n"
+        for line in lines
+        if line.strip()
+    )
 
 
 def _retrieve(sent: asyncio.Future[object]) -> None:

@@ -9,15 +9,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from longturn.engine.records import EngineRequest, EngineStats, StepOutputs
+from longturn.engine.records import (
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    StepOutputs,
+)
 from longturn.errors import LongturnError, RequestError
 
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 1.0
 """Longest wait for a command while the engine has no work."""
+HELD_WAIT_S = 0.005
+"""The same while requests are held until the executor is ready for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,24 @@ class Stop:
     """End the loop; requests in flight are dropped."""
 
 
-Command = EngineRequest | Abort | Stop
+@dataclass(frozen=True, slots=True)
+class ResetCache:
+    """Forget all cached pages."""
+
+    number: int
+    """Comes back with the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """All cached pages were forgotten."""
+
+    number: int
+    pages: int
+    """How many were known."""
+
+
+Command = EngineRequest | Abort | ResetCache | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +89,22 @@ class PumpedEngine(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class CachingEngine(Protocol):
+    """An engine with a prefix cache."""
+
+    def reset_cache(self) -> int:
+        """Forget all cached pages; the number of pages that were known."""
+        ...
+
+
+@runtime_checkable
+class PreparingEngine(Protocol):
+    """An engine that wants some requests held back a while; see `engine.protocols.Preparing`."""
+
+    def ready(self, sampling: SamplingParams) -> bool: ...
+
+
 class Transport(Protocol):
     """Where commands come from and outputs go."""
 
@@ -74,19 +116,37 @@ class Transport(Protocol):
 
     def send_rejection(self, rejection: Rejection) -> None: ...
 
+    def send_reset(self, reset: CacheReset) -> None: ...
+
 
 def pump(engine: PumpedEngine, transport: Transport) -> None:
     """Run `engine` until the transport says `Stop`. Raises what `engine.step` raises."""
     was_busy = False
+    held: list[EngineRequest] = []
     while True:
-        commands = transport.receive(0.0 if engine.has_work() else IDLE_WAIT_S)
+        idle_wait_s = HELD_WAIT_S if held else IDLE_WAIT_S
+        commands = transport.receive(0.0 if engine.has_work() else idle_wait_s)
         for command in commands:
             if isinstance(command, Stop):
                 return
-            if isinstance(command, Abort):
+            if isinstance(command, ResetCache):
+                pages = engine.reset_cache() if isinstance(engine, CachingEngine) else 0
+                transport.send_reset(CacheReset(command.number, pages))
+            elif isinstance(command, Abort):
+                if any(request.request_id == command.request_id for request in held):
+                    held = [request for request in held if request.request_id != command.request_id]
+                    # The engine never had it, so it cannot tell its reader.
+                    aborted = RequestOutput(command.request_id, finish=FinishReason.ABORT)
+                    transport.send_outputs(StepOutputs((aborted,), engine.stats()))
                 engine.abort(command.request_id)
-            else:
+            elif _ready(engine, command):
                 _add(engine, transport, command)
+            else:
+                held.append(command)
+        if held:
+            for request in (prepared := [request for request in held if _ready(engine, request)]):
+                _add(engine, transport, request)
+            held = [request for request in held if request not in prepared]
         # An abort can leave its last output behind without leaving work, hence a step after any command.
         outputs = engine.step() if commands or engine.has_work() else None
         if outputs is not None:
@@ -96,6 +156,10 @@ def pump(engine: PumpedEngine, transport: Transport) -> None:
             # The gauges of the last step still count the requests that it finished.
             transport.send_outputs(StepOutputs(stats=engine.stats()))
         was_busy = busy
+
+
+def _ready(engine: PumpedEngine, request: EngineRequest) -> bool:
+    return not isinstance(engine, PreparingEngine) or engine.ready(request.sampling)
 
 
 def _add(engine: PumpedEngine, transport: Transport, request: EngineRequest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +14,43 @@ from longturn.config import PAGE_TOKENS
 from longturn.engine.hashing import page_hashes, salt_key
 from longturn.engine.records import EngineRequest, FinishReason, SamplingParams, pack_tokens, unpack_tokens
 from longturn.errors import EngineDeadError, LongturnError, RequestError
-from longturn.frontend.chat_template import ChatTemplates, with_reasoning
+from longturn.frontend.chat_template import ChatTemplates, as_written, check_values
 from longturn.frontend.conversation import (
     ConversationMemory,
     Found,
     History,
     Turn,
-    common_tokens,
     continuation,
     history_of,
+    last_continued,
     text_digest,
+    text_history,
 )
+from longturn.frontend.conversation_keys import text_key
+from longturn.frontend.conversation_reuse import Comparison, compare, edited_reasoning, reuse_of
 from longturn.frontend.engine_client import EngineClient
+from longturn.frontend.grammar import GrammarSpec
+from longturn.frontend.grammar_compiler import GrammarCompiler, GrammarLimits
+from longturn.frontend.grammar_reasoning import ReasoningMarks
+from longturn.frontend.grammar_vocabulary import end_token_ids, reasoning_marks, vocabulary_of
 from longturn.frontend.output import OutputText
 from longturn.frontend.parsers.output import OutputParser
-from longturn.frontend.parsers.registry import OutputFormat, output_format
-from longturn.frontend.records import ChatPrompt, Prompt, TextChunk, TextPrompt, TextRequest, TokenPrompt
+from longturn.frontend.parsers.registry import AUTO, OutputFormat, output_format
+from longturn.frontend.parsers.tool_grammar import tool_grammar
+from longturn.frontend.records import (
+    ChatPrompt,
+    Prompt,
+    Reuse,
+    TextChunk,
+    TextPrompt,
+    TextRequest,
+    TokenPrompt,
+    VolatileSpan,
+)
 from longturn.frontend.tokenizer import Tokenizer, load_tokenizer
 from longturn.frontend.validate import ModelLimits, check_prompt_tokens, check_request
+from longturn.frontend.volatile import HeaderWatch
+from longturn.grammar_library import CANNOT_FOLLOW
 from longturn.source import ModelSource
 
 _THREAD_CHARS = 16_384
@@ -52,9 +71,14 @@ class _Draft:
     """Last special token of `ids`: the text is tokenised behind it, since it may take the space around it."""
     add_special_tokens: bool = False
     rendered: str = ""
-    """A chat's whole prompt text."""
+    """The whole prompt text."""
     history: History | None = None
     found: Found | None = None
+    extends: bool = False
+    """`ids` are what the last answer in the history left behind."""
+    volatile: VolatileSpan | None = None
+    edited: bool = False
+    """The client sends other reasoning back than the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +87,7 @@ class PreparedRequest:
 
     engine_request: EngineRequest
     prompt_tokens: int
-    diverged_at: int | None
+    compared: Comparison
     history: History | None
     rendered: str
 
@@ -79,6 +103,9 @@ class Frontend:
         limits: ModelLimits,
         memory: ConversationMemory | None = None,
         output: OutputFormat | None = None,
+        grammar_limits: GrammarLimits | None = None,
+        headers: HeaderWatch | None = None,
+        caches: bool = True,
     ) -> None:
         """
         Args:
@@ -88,13 +115,22 @@ class Frontend:
             limits: what bounds a request.
             memory: what remembers conversations; one with the default bounds if None.
             output: how the model writes reasoning and tool calls; None leaves both in the text.
+            grammar_limits: what one request's grammar may cost; the default limits if None.
+            headers: what finds volatile parts of system prompts, and may move them; one that reports if None.
+            caches: whether the engine keeps pages of finished requests.
         """
         self.tokenizer = tokenizer
         self.limits = limits
         self.memory = memory if memory is not None else ConversationMemory()
         self.engine = engine
+        self._headers = headers if headers is not None else HeaderWatch()
+        self._caches = caches
+        self._ends = tuple(end for token in limits.eos_token_ids if (end := tokenizer.special_text(token)))
         self._templates = templates
         self._output = output or OutputFormat()
+        self._grammars = GrammarCompiler(
+            lambda: vocabulary_of(tokenizer, limits.vocab_size, limits.eos_token_ids), grammar_limits
+        )
 
     @classmethod
     def of(
@@ -104,6 +140,11 @@ class Frontend:
         memory: ConversationMemory | None = None,
         *,
         output: OutputFormat | None = None,
+        reasoning_parser: str = AUTO,
+        tool_parser: str = AUTO,
+        grammar_limits: GrammarLimits | None = None,
+        headers: HeaderWatch | None = None,
+        caches: bool = True,
     ) -> Frontend:
         """The frontend of a checkpoint.
 
@@ -111,18 +152,28 @@ class Frontend:
             source: the checkpoint.
             engine: where its tokens are computed.
             memory: what remembers conversations; one with the default bounds if None.
-            output: how the model writes reasoning and tool calls; what its architecture says if None.
+            output: how the model writes reasoning and tool calls; what the next two say if None.
+            reasoning_parser: name of a reasoning format, `none`, or `auto`: what architecture and template say.
+            tool_parser: name of a tool format, `none`, or `auto`.
+            grammar_limits: what one request's grammar may cost; the default limits if None.
+            headers: what finds volatile parts of system prompts, and may move them; one that reports if None.
+            caches: whether the engine keeps pages of finished requests.
 
         Raises:
             ModelError: its tokenizer or chat template is missing, damaged or not supported.
+            ConfigError: there is no format of that name, or it does not go with the template.
         """
         tokenizer = load_tokenizer(source)
-        eos = dict.fromkeys(source.eos_token_ids)
-        if tokenizer.eos_id is not None:
-            eos[tokenizer.eos_id] = None
-        limits = ModelLimits(source.max_context_tokens, source.vocab_size, tuple(eos))
-        output = output or output_format(source.architecture)
-        return cls(tokenizer, ChatTemplates.of(tokenizer), engine, limits, memory, output)
+        limits = ModelLimits(source.max_context_tokens, source.vocab_size, end_token_ids(source, tokenizer))
+        templates = ChatTemplates.of(tokenizer)
+        output = output or output_format(
+            source.architecture,
+            templates.text,
+            templates.shows_tools,
+            reasoning=reasoning_parser,
+            tools=tool_parser,
+        )
+        return cls(tokenizer, templates, engine, limits, memory, output, grammar_limits, headers=headers, caches=caches)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -130,12 +181,14 @@ class Frontend:
         """Check, render, tokenise and hash a request.
 
         Raises:
-            RequestError: a value is out of range, the template refuses the messages, or the prompt is empty or longer
-                than the context.
+            RequestError: a value is out of range, the template refuses the messages, the prompt is empty or longer
+                than the context, or the grammar cannot be compiled.
         """
         check_request(request, self.limits)
         draft = self._draft(request)
-        return self._prepared(request, draft, self._encode(draft))
+        spec = self._spec(request)
+        grammar = None if spec is None else self._grammars.compile_now(spec, self._marks(request, draft.rendered))
+        return self._prepared(request, draft, self._encode(draft), grammar)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """Chunks of the answer as it is written; the last one has `finish` and `usage`.
@@ -152,31 +205,40 @@ class Frontend:
         """
         check_request(request, self.limits)
         draft = self._draft(request)
+        spec, grammar = self._spec(request), None
+        if spec is not None:
+            grammar = await self._grammars.compile(spec, self._marks(request, draft.rendered))
         if len(draft.text) > _THREAD_CHARS:
             ids = await asyncio.to_thread(self._encode, draft)
         else:
             ids = self._encode(draft)
-        prepared = self._prepared(request, draft, ids)
+        prepared = self._prepared(request, draft, ids, grammar)
         state = OutputText(
             self.tokenizer,
             request,
             prompt_tokens=prepared.prompt_tokens,
-            diverged_at=prepared.diverged_at,
+            diverged_at=prepared.compared.diverged_at,
             parser=OutputParser.of(self._output, request, prepared.rendered),
         )
         prompt_ids: tuple[int, ...] | None = tuple(unpack_tokens(prepared.engine_request.prompt))
+        reuse: Reuse | None = None
         outputs = self.engine.generate(prepared.engine_request)
         try:
             async for output in outputs:
                 if output.finish is FinishReason.ERROR:
-                    raise LongturnError(f"request {request.request_id} failed: {output.error or 'no cause given'}")
+                    raise _failure(request, output.error)
                 chunk = state.feed(output)
+                if reuse is None:
+                    reuse = reuse_of(prepared.compared, output.cached_tokens, caches=self._caches)
                 if chunk.finish is not None:
                     # Before the last chunk goes out: a slow reader must not keep a stopped request in the engine.
                     await _close(outputs)
                     self._remember(request, prepared, state, chunk.finish)
+                    if chunk.usage is not None:
+                        usage = dataclasses.replace(chunk.usage, reuse_reason=reuse.reason)
+                        chunk = dataclasses.replace(chunk, usage=usage)
                 if prompt_ids is not None:
-                    chunk = dataclasses.replace(chunk, prompt_token_ids=prompt_ids)
+                    chunk = dataclasses.replace(chunk, prompt_token_ids=prompt_ids, reuse=reuse)
                     prompt_ids = None
                 yield chunk
                 if chunk.finish is not None:
@@ -200,7 +262,7 @@ class Frontend:
         if isinstance(prompt, TokenPrompt):
             return list(prompt.token_ids)
         if isinstance(prompt, ChatPrompt):
-            text, add_special_tokens = self._templates.render(prompt), False
+            text, add_special_tokens = self._render(prompt), False
         else:
             text = prompt.text if isinstance(prompt, TextPrompt) else prompt
         if len(text) <= _THREAD_CHARS:
@@ -223,26 +285,53 @@ class Frontend:
         if isinstance(prompt, TokenPrompt):
             _check_ids(prompt.token_ids, self.limits.vocab_size, "prompt")
             return _Draft("", "prompt", ids=pack_tokens(prompt.token_ids))
+        names = {"tenant": request.tenant, "cache_salt": request.cache_salt, "session_id": request.session_id}
         if isinstance(prompt, TextPrompt):
-            return _Draft(prompt.text, "prompt", add_special_tokens=True)
-        rendered = self._templates.render(prompt)
-        history = history_of(
-            prompt, tenant=request.tenant, cache_salt=request.cache_salt, session_id=request.session_id
-        )
-        if (restored := with_reasoning(prompt, self.memory.reasoning(history))) is not None:
-            rendered = self._templates.render(restored)
-        found = self.memory.find(history)
-        plain = _Draft(rendered, "messages", rendered=rendered, history=history, found=found)
-        turn = found.turn
-        if turn is None or (rest := continuation(turn, rendered)) is None:
+            history = text_history(prompt.text, self._ends, **names)
+            text = _Draft(prompt.text, "prompt", add_special_tokens=True, rendered=prompt.text, history=history)
+            return self._continued(dataclasses.replace(text, found=self.memory.find(history)), {})
+        check_values(prompt)
+        prompt = self._headers.settled(prompt, request)
+        history = history_of(prompt, **names)
+        turns = self.memory.answers(history)
+        rendered = self._render(as_written(prompt, turns))
+        volatile, edited = self._headers.observe(prompt, rendered, request, history), edited_reasoning(prompt, turns)
+        chat = _Draft(rendered, "messages", rendered=rendered, history=history, volatile=volatile, edited=edited)
+        return self._continued(dataclasses.replace(chat, found=self.memory.find(history)), turns)
+
+    def _continued(self, plain: _Draft, turns: Mapping[int, Turn]) -> _Draft:
+        """A draft that begins with the ids of the longest remembered turn that it continues.
+
+        Args:
+            plain: the draft as text.
+            turns: earlier ones of its conversation, for where it does not continue the last that is known.
+        """
+        turn = None if plain.found is None else plain.found.turn
+        if turn is None:
             return plain
-        stays, text = rest
+        rest = continuation(turn, plain.rendered)
+        if last := rest is not None:
+            stays, text = rest
+        elif (earlier := last_continued(turns.values(), plain.rendered)) is not None:
+            turn, stays, text = earlier
+        else:
+            return plain
         ids = turn.ids if stays or not turn.end_text else turn.ids[:-4]
         if not stays and self.tokenizer.adds_prefix_space and self.tokenizer.special_prefix(text) is None:
             return plain  # tokenised by itself the new part would get a space that the conversation does not have
         return dataclasses.replace(
-            plain, text=text, ids=ids, hashes=turn.page_hashes, lead=turn.end_text if stays else ""
+            plain,
+            text=text,
+            ids=ids,
+            hashes=turn.page_hashes,
+            lead=turn.end_text if stays else "",
+            add_special_tokens=False,
+            extends=last and plain.found is not None and plain.found.is_last,
         )
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        form = self._output.tools
+        return self._templates.render(prompt, None if form is None else form.syntax)
 
     def _encode(self, draft: _Draft) -> list[int]:
         if not draft.text:
@@ -253,50 +342,72 @@ class Frontend:
                 return rest
         return self.tokenizer.encode(draft.text, add_special_tokens=draft.add_special_tokens)
 
-    def _prepared(self, request: TextRequest, draft: _Draft, new_ids: list[int]) -> PreparedRequest:
+    def _spec(self, request: TextRequest) -> GrammarSpec | None:
+        """What the answer must be: what the request asks for, and what its tools do."""
+        prompt, form = request.prompt, self._output
+        if not request.parse_tools or not isinstance(prompt, ChatPrompt):
+            return request.grammar
+        marks = form.tools.markers if form.tools else ()
+        special = self.tokenizer.special_ids
+        tokens = {mark: token for mark in marks if (token := self.tokenizer.token_id(mark)) in special}
+        return tool_grammar(
+            None if form.tools is None else form.tools.grammar,
+            prompt.tools,
+            request.tool_choice,
+            {mark: token for mark, token in tokens.items() if token is not None},
+            request.grammar,
+            may_open_lines=form.reasoning is not None and form.reasoning.spaced,
+            reasoning_open=None if form.reasoning is None else form.reasoning.markers[0],
+        )
+
+    def _marks(self, request: TextRequest, rendered: str) -> ReasoningMarks | None:
+        """How this chat's answer may reason before its grammar begins; None where the model does not."""
+        form = self._output.reasoning
+        if form is None or not isinstance(request.prompt, ChatPrompt):
+            return None
+        return reasoning_marks(form, self.tokenizer, rendered)
+
+    def _prepared(
+        self, request: TextRequest, draft: _Draft, new_ids: list[int], grammar: str | None
+    ) -> PreparedRequest:
         ids = draft.ids + pack_tokens(new_ids)
         count = len(ids) // 4
         check_prompt_tokens(count, self.limits, draft.param)
         known = draft.hashes[: len(draft.ids) // 4 // PAGE_TOKENS]
-        diverged_at = None
-        found = draft.found
-        if found is not None and draft.ids and found.is_last:
-            self.memory.hits += 1
-        elif found is not None and (before := found.turn if found.is_last else found.latest) is not None:
-            common = common_tokens(ids, before.ids)
-            if common < len(before.ids) // 4:
-                diverged_at = common
-                self.memory.divergences += 1
-            if common // PAGE_TOKENS > len(known):
-                known = before.page_hashes[: common // PAGE_TOKENS]
+        compared = compare(ids, draft.history, draft.found, draft.volatile, extends=draft.extends, edited=draft.edited)
+        self.memory.hits += draft.extends
+        self.memory.divergences += compared.diverged_at is not None
+        if len(compared.known_hashes) > len(known):
+            known = compared.known_hashes
         key = salt_key(request.cache_salt, request.tenant)
         engine_request = EngineRequest(
             request_id=request.request_id,
             prompt=ids,
             page_hashes=page_hashes(ids, key, known),
-            sampling=self._sampling(request, count),
+            sampling=self._sampling(request, count, grammar),
             session_id=request.session_id,
             priority=request.priority,
             hash_key=key,
         )
-        return PreparedRequest(engine_request, count, diverged_at, draft.history, draft.rendered)
+        return PreparedRequest(engine_request, count, compared, draft.history, draft.rendered)
 
-    def _sampling(self, request: TextRequest, prompt_tokens: int) -> SamplingParams:
+    def _sampling(self, request: TextRequest, prompt_tokens: int, grammar: str | None) -> SamplingParams:
         sampling = request.sampling
         room = self.limits.max_context_tokens - prompt_tokens
-        own_stops = () if request.ignore_eos else self.limits.eos_token_ids
+        own_stops = () if request.ignore_eos and grammar is None else self.limits.eos_token_ids
         return dataclasses.replace(
             sampling,
             max_tokens=min(sampling.max_tokens or room, room),
             seed=sampling.seed & _SEED_MASK,
             stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *own_stops))),
+            grammar=grammar,
         )
 
     def _remember(
         self, request: TextRequest, prepared: PreparedRequest, state: OutputText, finish: FinishReason
     ) -> None:
         prompt, history = request.prompt, prepared.history
-        if history is None or not isinstance(prompt, ChatPrompt) or not prompt.add_generation_prompt:
+        if history is None or (isinstance(prompt, ChatPrompt) and not prompt.add_generation_prompt):
             return
         if finish not in (FinishReason.STOP, FinishReason.LENGTH):
             return
@@ -305,6 +416,8 @@ class Frontend:
         end_text = ""
         if state.stop_token_id is not None and (end_text := self.tokenizer.special_text(state.stop_token_id)):
             kept = [*kept, state.stop_token_id]
+        if not isinstance(prompt, ChatPrompt) and not end_text:
+            return  # see `text_history`
         ids = prepared.engine_request.prompt + pack_tokens(kept)
         key = salt_key(request.cache_salt, request.tenant)
         turn = Turn(
@@ -315,8 +428,22 @@ class Frontend:
             text=text,
             end_text=end_text,
             reasoning=message.get("reasoning_content", ""),
+            arguments=tuple(call["function"]["arguments"] for call in message.get("tool_calls", ())),
+            tools=history.tools,
+            template_arguments=history.arguments,
         )
-        self.memory.remember(history, message, turn)
+        if isinstance(prompt, ChatPrompt):
+            self.memory.remember(history, message, turn)
+        else:
+            self.memory.remember(history, text_key(prepared.rendered + text + end_text, history.scope), turn)
+
+
+def _failure(request: TextRequest, cause: str | None) -> LongturnError:
+    """Why the engine ended a request with an error, as its client shall see it."""
+    if request.grammar is not None and cause is not None and cause.startswith(CANNOT_FOLLOW):
+        # The request's own doing: a grammar may compile and turn out too large for the library at a later token.
+        return RequestError(f"'{request.grammar.param}': {cause}", param=request.grammar.param, code="invalid_value")
+    return LongturnError(f"request {request.request_id} failed: {cause or 'no cause given'}")
 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

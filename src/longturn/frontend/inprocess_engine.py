@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 
 from longturn.engine.records import EngineRequest, EngineStats, RequestOutput, StepOutputs
 from longturn.errors import EngineDeadError, LongturnError, RequestError
-from longturn.frontend.engine_pump import Abort, Command, PumpedEngine, Rejection, Stop, pump
+from longturn.frontend.engine_pump import (
+    Abort,
+    CacheReset,
+    Command,
+    PumpedEngine,
+    Rejection,
+    ResetCache,
+    Stop,
+    pump,
+)
 from longturn.frontend.output_stream import OutputStream
 
 log = logging.getLogger(__name__)
@@ -28,6 +38,8 @@ class InProcessEngine:
         self._streams: dict[str, OutputStream] = {}
         self._dead: str | None = None
         self._stats = engine.stats()
+        self._resets: dict[int, concurrent.futures.Future[int]] = {}
+        self._reset_count = 0
         self._thread = threading.Thread(target=self._run, name="longturn-engine", daemon=True)
         self._thread.start()
 
@@ -72,6 +84,30 @@ class InProcessEngine:
             if known and not ended:
                 self._command(Abort(request.request_id))
 
+    def abort(self, request_id: str) -> bool:
+        """End a request; its reader gets an output with ABORT. False if there is no reader of that id."""
+        with self._lock:
+            known = request_id in self._streams
+        if known:
+            self._command(Abort(request_id))
+        return known
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached pages; the number of pages that were known.
+
+        Raises:
+            EngineDeadError: there is no engine, or it died before it answered.
+        """
+        answer: concurrent.futures.Future[int] = concurrent.futures.Future()
+        with self._lock:
+            if self._dead is not None:
+                raise EngineDeadError(self._dead)
+            self._reset_count += 1
+            number = self._reset_count
+            self._resets[number] = answer
+        self._command(ResetCache(number))
+        return await asyncio.wrap_future(answer)
+
     def close(self) -> None:
         """Stop the thread and close the engine; readers that still wait get `EngineDeadError`."""
         self._command(Stop())
@@ -109,6 +145,12 @@ class InProcessEngine:
         if stream is not None:
             _fail(stream, rejection.error())
 
+    def send_reset(self, reset: CacheReset) -> None:
+        with self._lock:
+            answer = self._resets.pop(reset.number, None)
+        if answer is not None and answer.set_running_or_notify_cancel():
+            answer.set_result(reset.pages)
+
     # --- inner -------------------------------------------------------------------------------------------------------
 
     def _command(self, command: Command) -> None:
@@ -134,8 +176,13 @@ class InProcessEngine:
                 self._dead = cause
                 streams = list(self._streams.values())
                 self._streams.clear()
+                resets = list(self._resets.values())
+                self._resets.clear()
             for stream in streams:
                 _fail(stream, EngineDeadError(cause))
+            for answer in resets:
+                if answer.set_running_or_notify_cancel():
+                    answer.set_exception(EngineDeadError(cause))
             self._engine.close()
 
 

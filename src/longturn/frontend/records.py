@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import Any, Literal
 
 from longturn.engine.records import FinishReason, RequestTimes, SamplingParams
+from longturn.frontend.grammar import GrammarSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,10 @@ class ChatPrompt:
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    """As the OpenAI chat API has them. Where the template shows no tools they are written into the system message."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the template. `enable_thinking` (true or false) is translated where the template has another name
+    for it; templates that know no thinking ignore it."""
     add_generation_prompt: bool = True
 
 
@@ -30,6 +35,20 @@ class TokenPrompt:
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which of a chat's tools its answer may call."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    """none: what looks like a call is text. auto: the model decides. required: the answer is one call or several, which
+    a grammar made of the tools sees to."""
+    names: tuple[str, ...] | None = None
+    """The only functions that may be called; None is all of them. The others stay in the prompt, whose cached pages a
+    change would cost."""
+    parallel: bool = True
+    """Whether one answer may have several calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +69,11 @@ class TextRequest:
     """Of a chat: give reasoning apart from the text, if the model has a parser for it."""
     parse_tools: bool = False
     """Of a chat: give tool calls apart from the text, if the model has a parser for them."""
+    tool_choice: ToolChoice = ToolChoice()
+    """Counts where `parse_tools` is set."""
+    grammar: GrammarSpec | None = None
+    """What the answer must be. Where a chat's model reasons first, the grammar holds behind the reasoning. The end of a
+    grammar ends the answer, also with `ignore_eos` or before `min_tokens`."""
     session_id: str | None = None
     cache_salt: str | None = None
     tenant: str | None = None
@@ -90,6 +114,56 @@ class ToolCall:
     """A JSON object."""
 
 
+class ReuseReason(StrEnum):
+    """Why as much of a conversation's prompt came from the cache as did."""
+
+    EXTENDED = "extended"
+    """It continues what the conversation left behind, and all of that was cached."""
+    FIRST_TURN = "first_turn"
+    """It has no answer in it yet."""
+    NOT_REMEMBERED = "not_remembered"
+    """Nothing is known of the conversation: it is too old, began elsewhere, or belongs to another tenant or salt."""
+    OTHER_SALT = "other_salt"
+    """As before, and its session, named by a UUID, has come with another `cache_salt` until now."""
+    EDITED_HISTORY = "edited_history"
+    """An earlier message is not what it was."""
+    VOLATILE_HEADER = "volatile_header"
+    """The system prompt differs in a short part (a date, a counter) and is the same behind it."""
+    TOOLS_CHANGED = "tools_changed"
+    TEMPLATE_CHANGED = "template_changed"
+    """Arguments of the chat template, such as `enable_thinking`, are not what they were."""
+    RERENDERED = "rerendered"
+    """The messages are the same, and the template writes earlier ones differently now: it leaves out old reasoning."""
+    EVICTED = "evicted"
+    """It continues what the conversation left behind, of which pages had to go."""
+
+
+@dataclass(frozen=True, slots=True)
+class VolatileSpan:
+    """A short part near the front of a prompt that changes between requests which are the same behind it."""
+
+    at_chars: int
+    """Where it begins in the rendered prompt."""
+    chars: int
+    kind: str
+    """What the line with it looks like: header, date, directory, git, id, other."""
+    digest: str
+    """Keyed hash of that line; tells its owner which one it is, and nobody else anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What of a prompt came from the cache."""
+
+    cached_tokens: int
+    diverged_at: int | None = None
+    """As `Usage` has it."""
+    reason: ReuseReason | None = None
+    """None for prompts that are no conversation."""
+    volatile: VolatileSpan | None = None
+    """Where this prompt's beginning is new and differs from a known one in a short part only."""
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
@@ -100,6 +174,8 @@ class Usage:
     was edited; None where this turn extends the last one or the conversation is new."""
     reasoning_tokens: int = 0
     """Of `completion_tokens`, those of the reasoning."""
+    reuse_reason: ReuseReason | None = None
+    """Why no more of the prompt was cached; None for prompts that are no conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +195,5 @@ class TextChunk:
     times: RequestTimes | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    reuse: Reuse | None = None
+    """On the first chunk only."""

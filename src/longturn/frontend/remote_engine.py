@@ -14,7 +14,7 @@ from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import EngineRequest, EngineStats, RequestOutput, StepOutputs
 from longturn.errors import EngineDeadError, LongturnError, RequestError
 from longturn.frontend.engine_child import EngineChild
-from longturn.frontend.engine_pump import Abort, Rejection
+from longturn.frontend.engine_pump import Abort, CacheReset, Rejection, ResetCache
 from longturn.frontend.output_stream import OutputStream
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class RemoteEngine:
         self._down: str | None = "the engine is starting"
         self._restarts = 0
         self._closing = False
+        self._resets: dict[int, asyncio.Future[int]] = {}
+        self._reset_count = 0
 
     @property
     def alive(self) -> bool:
@@ -118,6 +120,31 @@ class RemoteEngine:
             if not ended and child is self._child and self._down is None:
                 child.send(Abort(request.request_id))
 
+    def abort(self, request_id: str) -> bool:
+        """End a request; its reader gets an output with ABORT. False if there is no reader of that id."""
+        if request_id not in self._streams or self._child is None:
+            return False
+        self._child.send(Abort(request_id))
+        return True
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached pages; the number of pages that were known.
+
+        Raises:
+            EngineDeadError: there is no engine, or it died before it answered.
+        """
+        if self._down is not None or self._child is None:
+            raise EngineDeadError(self.health())
+        self._reset_count += 1
+        number = self._reset_count
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._resets[number] = answer
+        try:
+            self._child.send(ResetCache(number))
+            return await answer
+        finally:
+            del self._resets[number]
+
     async def close(self) -> None:
         """End the process; readers that still wait get `EngineDeadError`."""
         self._closing = True
@@ -146,7 +173,7 @@ class RemoteEngine:
         while True:
             assert self._child is not None
             try:
-                await self._child.run(self._on_outputs, self._on_rejection)
+                await self._child.run(self._on_outputs, self._on_rejection, self._on_reset)
             except Exception:
                 log.exception("the engine process sent what cannot be read")
                 self._child.kill()
@@ -189,9 +216,17 @@ class RemoteEngine:
         if stream is not None:
             stream.fail(rejection.error())
 
+    def _on_reset(self, reset: CacheReset) -> None:
+        answer = self._resets.get(reset.number)
+        if answer is not None and not answer.done():
+            answer.set_result(reset.pages)
+
     def _fail_streams(self, why: str) -> int:
         streams = list(self._streams.values())
         self._streams.clear()
         for stream in streams:
             stream.fail(EngineDeadError(why))
+        for answer in self._resets.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError(why))
         return len(streams)

@@ -39,6 +39,10 @@ def check_request(request: TextRequest, limits: ModelLimits) -> None:
             raise RequestError("stop must not hold an empty string", param="stop")
         if len(stop) > MAX_STOP_CHARS:
             raise RequestError(f"a stop string may have at most {MAX_STOP_CHARS} characters", param="stop")
+    if request.grammar is not None and not limits.eos_token_ids:
+        raise RequestError(
+            "constrained output needs a model with an end token", param=request.grammar.param, code="unsupported_value"
+        )
     if isinstance(request.prompt, ChatPrompt) and not request.prompt.messages:
         raise RequestError("messages must not be empty", param="messages")
 
@@ -67,6 +71,9 @@ def check_sampling(sampling: SamplingParams, limits: ModelLimits) -> None:
     for token_id, bias in sampling.logit_bias:
         _token("logit_bias", token_id, limits.vocab_size)
         _between("logit_bias", bias, -100, 100)
+    if sampling.grammar is not None:
+        # Nobody has tried it: it might break the engine.
+        raise RequestError("a grammar is given as the request's `grammar`, not among its sampling", param="grammar")
     for token_id in sampling.stop_token_ids:
         _token("stop_token_ids", token_id, limits.vocab_size)
 

@@ -12,7 +12,7 @@ import msgspec
 
 from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import EngineRequest, StepOutputs
-from longturn.frontend.engine_pump import Abort, Command, Rejection, Stop
+from longturn.frontend.engine_pump import Abort, CacheReset, Command, Rejection, ResetCache, Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,14 @@ class StartupError:
     exit_code: int
 
 
-Event = ExecutorInfo | StartupError | StepOutputs | Rejection
+Event = ExecutorInfo | StartupError | StepOutputs | Rejection | CacheReset
 """From the engine process. `ExecutorInfo` means that it is ready."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _COMMANDS: dict[bytes, msgspec.msgpack.Decoder[Command]] = {
     b"add": msgspec.msgpack.Decoder(EngineRequest),
     b"abort": msgspec.msgpack.Decoder(Abort),
+    b"reset_cache": msgspec.msgpack.Decoder(ResetCache),
     b"stop": msgspec.msgpack.Decoder(Stop),
 }
 _EVENTS: dict[bytes, msgspec.msgpack.Decoder[Event]] = {
@@ -37,15 +38,18 @@ _EVENTS: dict[bytes, msgspec.msgpack.Decoder[Event]] = {
     b"startup_error": msgspec.msgpack.Decoder(StartupError),
     b"outputs": msgspec.msgpack.Decoder(StepOutputs),
     b"rejection": msgspec.msgpack.Decoder(Rejection),
+    b"cache_reset": msgspec.msgpack.Decoder(CacheReset),
 }
 _TAGS: dict[type[object], bytes] = {
     EngineRequest: b"add",
     Abort: b"abort",
+    ResetCache: b"reset_cache",
     Stop: b"stop",
     ExecutorInfo: b"ready",
     StartupError: b"startup_error",
     StepOutputs: b"outputs",
     Rejection: b"rejection",
+    CacheReset: b"cache_reset",
 }
 
 

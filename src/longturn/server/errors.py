@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API shows them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as the OpenAI API shows them (`{"error": {"message", "type", "param", "code"}}`), or as Anthropic's does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from longturn.errors import LongturnError, RequestError
+from longturn.server.messages_errors import is_messages_path, messages_error
 
 RETRY_AFTER_S = 5
 """What 429 and 503 answers ask clients to wait."""
@@ -37,6 +39,12 @@ class TooLargeError(RequestError):
     http_status = 413
 
 
+class DrainingError(LongturnError):
+    """The server was told to stop: it finishes what it has and takes nothing new."""
+
+    http_status = 503
+
+
 class TimedOutError(LongturnError):
     """The request took longer than `server.request_timeout_s`."""
 
@@ -64,9 +72,20 @@ def body_of(error: LongturnError) -> bytes:
     return error_body(error.http_status, str(error))
 
 
-def error_response(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:
-    """An error answer; 429 and 503 say when to try again."""
+def error_response(
+    status: int, body: bytes, headers: dict[str, str] | None = None, *, scope: Scope | None = None
+) -> Response:
+    """An error answer; 429 and 503 say when to try again.
+
+    Args:
+        status: HTTP status.
+        body: of `error_body`.
+        headers: more headers.
+        scope: of the request, whose path tells the dialect; OpenAI's if None.
+    """
     headers = dict(headers or {})
+    if scope is not None and is_messages_path(scope["path"]):
+        body = messages_error(status, body, scope["state"]["request_id"])
     if status in (429, 503):
         headers.setdefault("retry-after", str(RETRY_AFTER_S))
     if status == 401:
@@ -77,14 +96,22 @@ def error_response(status: int, body: bytes, headers: dict[str, str] | None = No
 async def on_longturn_error(request: Request, error: Exception) -> Response:
     """Starlette exception handler."""
     assert isinstance(error, LongturnError)
-    return error_response(error.http_status, body_of(error))
+    return error_response(error.http_status, body_of(error), scope=request.scope)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette exception handler for what the router itself refuses (404, 405)."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return error_response(error.status_code, error_body(error.status_code, message), dict(error.headers or {}))
+    return error_response(
+        error.status_code, error_body(error.status_code, message), dict(error.headers or {}), scope=request.scope
+    )
+
+
+async def on_too_deep(request: Request, error: Exception) -> Response:
+    """Starlette exception handler for a body whose nesting is too deep for whoever walks through it."""
+    body = error_body(400, "the request body is nested too deeply", code="invalid_json")
+    return error_response(400, body, scope=request.scope)
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:
@@ -94,11 +121,10 @@ async def on_client_gone(request: Request, error: Exception) -> Response:
 
 async def on_unexpected(request: Request, error: Exception) -> Response:
     """Starlette exception handler for bugs; the gate logs what it re-raises."""
-    return internal_error(request.scope["state"]["request_id"])
+    return internal_error(request.scope["state"]["request_id"], request.scope)
 
 
-def internal_error(request_id: str) -> Response:
+def internal_error(request_id: str, scope: Scope) -> Response:
     """The answer to a bug: the details are in the log, under this id."""
-    return error_response(
-        500, error_body(500, f"internal server error (request id {request_id})", code="internal_error")
-    )
+    body = error_body(500, f"internal server error (request id {request_id})", code="internal_error")
+    return error_response(500, body, scope=scope)

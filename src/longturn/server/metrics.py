@@ -1,4 +1,4 @@
-"""Prometheus metrics: Longturn's own names, and vLLM's for dashboards and routers that already read those.
+"""Prometheus metrics: Longturn's own names (`longturn_`), and vLLM's for dashboards and routers that read those.
 
 Engine figures are read from its latest snapshot when they are scraped; only what happens per request is counted here.
 Every histogram is filled once and shown under both names.
@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 from longturn.config import PAGE_TOKENS
 from longturn.engine.records import FinishReason, RequestTimes
 from longturn.errors import RequestError
-from longturn.frontend.records import TextChunk, Usage
+from longturn.frontend.records import ReuseReason, TextChunk, Usage
+from longturn.server.overload import QueuePace
 from longturn.server.ports import EngineMonitor
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
@@ -39,6 +40,17 @@ _HISTOGRAMS: tuple[tuple[str, str | None, str, tuple[float, ...]], ...] = (
     ("request_generation_tokens", "request_generation_tokens", "Output tokens of a request.", _TOKENS),
 )
 """Own name, vLLM's name, help, buckets."""
+_OWN = "longturn_"
+_FORMER = "longturn:"
+"""Own names began with this once; dashboards and recorded measurements still ask for them."""
+
+
+def _former(metric: Metric) -> Metric:
+    """`metric` under the name that it had once."""
+    copy = Metric(_FORMER + metric.name.removeprefix(_OWN), metric.documentation, metric.type)
+    for sample in metric.samples:
+        copy.add_sample(_FORMER + sample.name.removeprefix(_OWN), sample.labels, sample.value)
+    return copy
 
 
 class ServerMetrics(Collector):
@@ -50,12 +62,15 @@ class ServerMetrics(Collector):
         self._engine = engine
         self._labels = {"model_name": model_name}
         self._monotonic_s = monotonic_s
+        self.pace = QueuePace(monotonic_s=monotonic_s)
         self.histograms = {
             name: Histogram(name, text, registry=None, buckets=buckets) for name, _, text, buckets in _HISTOGRAMS
         }
         self._finished: Counter[str] = Counter()
         self._http: Counter[tuple[str, int]] = Counter()
         self._diverged = 0
+        self._reuse: Counter[ReuseReason] = Counter()
+        self._volatile = 0
         self._open = 0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -82,6 +97,7 @@ class ServerMetrics(Collector):
         try:
             async with aclosing(chunks):  # type: ignore[type-var]
                 async for chunk in chunks:
+                    self._volatile += chunk.reuse is not None and chunk.reuse.volatile is not None
                     count = len(chunk.token_ids)
                     if count:
                         now_s = self._monotonic_s()
@@ -113,6 +129,7 @@ class ServerMetrics(Collector):
         finally:
             self._open -= 1
             if ended:
+                self.pace.ended()
                 self._finished[ended] += 1
 
     def _finish(self, usage: Usage | None, times: RequestTimes | None) -> None:
@@ -122,6 +139,8 @@ class ServerMetrics(Collector):
             observe["request_cached_tokens"].observe(usage.cached_tokens)
             observe["request_generation_tokens"].observe(usage.completion_tokens)
             self._diverged += usage.diverged_at is not None
+            if usage.reuse_reason is not None:
+                self._reuse[usage.reuse_reason] += 1
         if times is not None:
             observe["queue_seconds"].observe((times.scheduled_ns - times.arrived_ns) / 1e9)
             observe["prefill_seconds"].observe((times.first_token_ns - times.scheduled_ns) / 1e9)
@@ -131,10 +150,16 @@ class ServerMetrics(Collector):
     # --- Collector ---------------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
+        for metric in self._all():
+            yield metric
+            if metric.name.startswith(_OWN):
+                yield _former(metric)
+
+    def _all(self) -> Iterator[Metric]:
         yield from self._gauges()
         yield from self._counters()
         for own, vllm, _, _ in _HISTOGRAMS:
-            yield self._renamed(own, f"longturn:{own}")
+            yield self._renamed(own, f"longturn_{own}")
             if vllm is not None:
                 yield self._renamed(own, f"vllm:{vllm}")
 
@@ -142,13 +167,13 @@ class ServerMetrics(Collector):
         stats = self._engine.stats()
         used = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
         for name, text, value in (
-            ("longturn:engine_up", "1 while there is an engine.", float(self._engine.alive)),
-            ("longturn:requests_open", "Generations that the server has in hand.", self._open),
-            ("longturn:requests_running", "Requests being computed.", stats.running),
-            ("longturn:requests_waiting", "Requests waiting to be computed.", stats.waiting),
-            ("longturn:pages_total", "Pages in the pool.", stats.pages_total),
-            ("longturn:pages_used", "Pages referenced by requests.", stats.pages_used),
-            ("longturn:pages_cached", "Free pages that hold a reusable prefix.", stats.pages_cached),
+            ("longturn_engine_up", "1 while there is an engine.", float(self._engine.alive)),
+            ("longturn_requests_open", "Generations that the server has in hand.", self._open),
+            ("longturn_requests_running", "Requests being computed.", stats.running),
+            ("longturn_requests_waiting", "Requests waiting to be computed.", stats.waiting),
+            ("longturn_pages_total", "Pages in the pool.", stats.pages_total),
+            ("longturn_pages_used", "Pages referenced by requests.", stats.pages_used),
+            ("longturn_pages_cached", "Free pages that hold a reusable prefix.", stats.pages_cached),
             ("vllm:num_requests_running", "Requests being computed.", stats.running),
             ("vllm:num_requests_waiting", "Requests waiting to be computed.", stats.waiting),
             ("vllm:kv_cache_usage_perc", "Share of pages in use; 1 is all.", used),
@@ -162,17 +187,18 @@ class ServerMetrics(Collector):
     def _counters(self) -> Iterator[Metric]:
         stats = self._engine.stats()
         for name, text, value in (
-            ("longturn:engine_restarts", "Restarts of the engine process.", self._engine.restarts),
-            ("longturn:steps", "Steps.", stats.steps),
-            ("longturn:busy_seconds", "Time with a step in flight.", stats.busy_ns / 1e9),
-            ("longturn:prompt_tokens", "Prompt tokens admitted.", stats.prompt_tokens),
-            ("longturn:cached_tokens", "Of those, from the prefix cache.", stats.cached_tokens),
-            ("longturn:generated_tokens", "Output tokens.", stats.generated_tokens),
-            ("longturn:preemptions", "Preempted requests.", stats.preemptions),
-            ("longturn:evictions", "Cached pages that were evicted.", stats.evictions),
-            ("longturn:aborts", "Aborted requests.", stats.aborts),
-            ("longturn:leak_faults", "Failed page balance checks; anything but 0 is a bug.", stats.leak_faults),
-            ("longturn:diverged_prompts", "Prompts that departed from their conversation.", self._diverged),
+            ("longturn_engine_restarts", "Restarts of the engine process.", self._engine.restarts),
+            ("longturn_steps", "Steps.", stats.steps),
+            ("longturn_busy_seconds", "Time with a step in flight.", stats.busy_ns / 1e9),
+            ("longturn_prompt_tokens", "Prompt tokens admitted.", stats.prompt_tokens),
+            ("longturn_cached_tokens", "Of those, from the prefix cache.", stats.cached_tokens),
+            ("longturn_generated_tokens", "Output tokens.", stats.generated_tokens),
+            ("longturn_preemptions", "Preempted requests.", stats.preemptions),
+            ("longturn_evictions", "Cached pages that were evicted.", stats.evictions),
+            ("longturn_aborts", "Aborted requests.", stats.aborts),
+            ("longturn_leak_faults", "Failed page balance checks; anything but 0 is a bug.", stats.leak_faults),
+            ("longturn_diverged_prompts", "Prompts that departed from their conversation.", self._diverged),
+            ("longturn_volatile_headers", "Prompts new in a short part near their front alone.", self._volatile),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.cached_tokens),
             ("vllm:prompt_tokens", "Prompt tokens admitted.", stats.prompt_tokens),
@@ -181,12 +207,20 @@ class ServerMetrics(Collector):
             ("vllm:num_preemptions", "Preempted requests.", stats.preemptions),
         ):
             yield self._single(CounterMetricFamily, name, text, value)
-        for name in ("longturn:requests_finished", "vllm:request_success"):
+        for name in ("longturn_requests_finished", "vllm:request_success"):
             finished = CounterMetricFamily(name, "Ended generations.", labels=[*self._labels, "finished_reason"])
             for reason in FinishReason:
                 finished.add_metric([*self._labels.values(), reason.value], self._finished[reason.value])
             yield finished
-        http = CounterMetricFamily("longturn:http_responses", "HTTP responses.", labels=["path", "status"])
+        reuse = CounterMetricFamily(
+            "longturn_prompt_reuse",
+            "Conversations' prompts by why no more was cached.",
+            labels=[*self._labels, "reason"],
+        )
+        for why in ReuseReason:
+            reuse.add_metric([*self._labels.values(), why.value], self._reuse[why])
+        yield reuse
+        http = CounterMetricFamily("longturn_http_responses", "HTTP responses.", labels=["path", "status"])
         for (path, status), count in self._http.items():
             http.add_metric([path, str(status)], count)
         yield http

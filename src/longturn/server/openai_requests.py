@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from longturn.engine.records import SamplingParams
 from longturn.errors import NotFoundError, RequestError
-from longturn.frontend.records import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from longturn.frontend.records import ChatPrompt, Prompt, TextPrompt, TokenPrompt, ToolChoice
 from longturn.server.openai_types import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
+from longturn.server.refused import check_refused
+from longturn.server.tool_choice import tool_choice
 
 MAX_CHOICES = 128
 COMPLETION_MAX_TOKENS = 16
@@ -46,12 +48,18 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise RequestError("the request body is nested too deeply", code="invalid_json") from None
 
 
-def check_model(asked: str | None, served: str) -> None:
-    """Raises NotFoundError unless `asked` is the served model or nothing."""
-    if asked and asked != served:
-        raise NotFoundError(
-            f"the model '{asked}' does not exist; this server serves '{served}'", param="model", code="model_not_found"
-        )
+def check_model(asked: str | None, served: str, aliases: Sequence[str] = ()) -> None:
+    """Raises NotFoundError unless `asked` is the served model, an alias of it (which may end in `*`), or nothing."""
+    if not asked or asked == served:
+        return
+    if any(asked == alias or (alias[-1] == "*" and asked.startswith(alias[:-1])) for alias in aliases):
+        return
+    raise NotFoundError(
+        f"the model '{asked}' does not exist; this server serves '{served}' (it takes other names for it with "
+        "--model-alias NAME, where NAME may end in *)",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def choices_of(request: SamplingFields) -> int:
@@ -62,17 +70,23 @@ def choices_of(request: SamplingFields) -> int:
     return n
 
 
+def candidates_of(request: CompletionRequest) -> int:
+    """Choices to make for each prompt, of which `n` are the answer: `best_of`, checked."""
+    n = choices_of(request)
+    if request.best_of is None:
+        return n
+    if not n <= request.best_of <= MAX_CHOICES:
+        raise _bad("best_of", f"must be between 'n' ({n}) and {MAX_CHOICES}, not {request.best_of}")
+    if request.stream and request.best_of > n:
+        raise _bad("best_of", "must equal 'n' when 'stream' is true: the best are known at the end only")
+    return request.best_of
+
+
 def check_common(request: SamplingFields) -> None:
     """Raises RequestError for parameters whose value Longturn cannot honour."""
     if request.stream_options is not None and not request.stream:
         raise _bad("stream_options", "is only allowed when 'stream' is true")
-    if request.response_format is not None and request.response_format.get("type", "text") != "text":
-        raise _unsupported("response_format", "only {'type': 'text'} is supported")
-    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if getattr(request, name) is not None:
-            raise _unsupported(name, "constrained output is not supported")
-    if request.use_beam_search:
-        raise _unsupported("use_beam_search", "beam search is not supported")
+    check_refused(request)
 
 
 def chat_prompt(request: ChatRequest) -> ChatPrompt:
@@ -81,27 +95,32 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
     Raises:
         RequestError: a message is malformed, or the request needs what this server does not do.
     """
-    choice = request.tool_choice
-    if choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "only 'none' and 'auto' are supported")
     if request.functions is not None or request.function_call is not None:
         name = "functions" if request.functions is not None else "function_call"
         raise _unsupported(name, "it is deprecated; use 'tools'")
-    if request.continue_final_message:
-        raise _unsupported("continue_final_message", "continuing the last message is not supported")
-    if request.chat_template is not None:
-        raise _unsupported("chat_template", "the template is the model's own")
-    if request.audio is not None or any(kind != "text" for kind in request.modalities or ()):
+    if request.echo:
+        raise _unsupported("echo", "only text completions repeat their prompt")
+    if request.include_reasoning is False:
+        raise _unsupported("include_reasoning", "reasoning is always shown, apart from the content")
+    if request.audio is not None:
+        raise _unsupported("audio", "only 'text' is supported")
+    if any(kind != "text" for kind in request.modalities or ()):
         raise _unsupported("modalities", "only 'text' is supported")
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            kwargs.setdefault("enable_thinking", False)
     return build_chat_prompt(request.messages, request.tools, kwargs, request.add_generation_prompt)
 
 
-def parses_tools(request: ChatRequest) -> bool:
-    """Whether the answer may have tool calls; what looks like one is text otherwise."""
-    return bool(request.tools) and request.tool_choice != "none"
+def chat_tool_choice(request: ChatRequest) -> ToolChoice:
+    """What the answer may call; `none` where there are no tools: what looks like a call is text then.
+
+    Raises:
+        RequestError: a tool or the choice is malformed.
+    """
+    return tool_choice(request.tool_choice, request.tools, request.parallel_tool_calls)
 
 
 def build_chat_prompt(
@@ -123,12 +142,8 @@ def build_chat_prompt(
 
 def completion_prompts(request: CompletionRequest) -> list[Prompt]:
     """The prompts of a completion request: one text, one list of token ids, or a list of either."""
-    if request.echo:
-        raise _unsupported("echo", "returning the prompt is not supported")
-    if request.suffix:
-        raise _unsupported("suffix", "filling in the middle is not supported")
-    if request.best_of is not None and request.best_of != choices_of(request):
-        raise _unsupported("best_of", "it must equal 'n'")
+    if request.echo and request.logprobs is not None:
+        raise _unsupported("echo", "with 'logprobs' it needs log-probabilities of the prompt, which are not computed")
     prompt = request.prompt
     if isinstance(prompt, str):
         return [TextPrompt(prompt)]
@@ -137,8 +152,9 @@ def completion_prompts(request: CompletionRequest) -> list[Prompt]:
         return [TokenPrompt(tuple(prompt))]  # type: ignore[arg-type]
     if not prompt or len(kinds) > 1:
         raise _bad("prompt", "must be a text, a list of token ids, or a non-empty list of only texts or only id lists")
-    if len(prompt) * choices_of(request) > MAX_CHOICES:
-        raise _bad("prompt", f"times 'n' makes more than {MAX_CHOICES} choices")
+    if len(prompt) * candidates_of(request) > MAX_CHOICES:
+        name = "n" if request.best_of is None else "best_of"
+        raise _bad("prompt", f"times '{name}' makes more than {MAX_CHOICES} choices")
     return [TextPrompt(item) if isinstance(item, str) else TokenPrompt(tuple(item)) for item in prompt]  # type: ignore[arg-type]
 
 
@@ -217,6 +233,9 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _bad(f"{where}.role", "must be a text")
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise _bad(f"{where}.tool_calls", "must be a list of objects")
     content = message.get("content")
     if isinstance(content, str) or content is None:
         if content is None and role != "assistant":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,10 +35,18 @@ class Answer:
     token_ids: bool = False
     """Return token ids beside the text (`return_token_ids`)."""
     stream_usage: bool = False
+    running_usage: bool = False
+    """Usage so far in every streamed event (`continuous_usage_stats`); needs `stream_usage`."""
+    echo: tuple[str, ...] = ()
+    """Texts of the prompts, which the texts of their choices begin with; empty if they do not."""
 
     @property
     def chat(self) -> bool:
         return self.object == "chat.completion"
+
+    def echoed(self, index: int) -> str:
+        """What the text of a choice begins with."""
+        return self.echo[index // (self.choices // self.prompts)] if self.echo else ""
 
 
 def usage_object(usages: Sequence[Usage | None], prompts: int) -> dict[str, Any]:
@@ -52,6 +61,9 @@ def usage_object(usages: Sequence[Usage | None], prompts: int) -> dict[str, Any]
     diverged = next((usage.diverged_at for usage in leaders if usage.diverged_at is not None), None)
     if diverged is not None:
         details["diverged_at"] = diverged
+    reason = next((usage.reuse_reason for usage in leaders if usage.reuse_reason is not None), None)
+    if reason is not None:
+        details["reuse"] = reason.value
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -108,15 +120,38 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str
     }
 
 
-def whole_answer(answer: Answer, choices: Sequence[Sequence[TextChunk]]) -> bytes:
-    """The JSON of an answer that was not streamed; `choices` holds the chunks of each choice, at least one."""
+def best_choices(chunks: Sequence[Sequence[TextChunk]], candidates: int, choices: int) -> list[Sequence[TextChunk]]:
+    """Of each prompt's `candidates` the `choices` whose tokens are likeliest in the mean, the best first."""
+
+    def mean(candidate: Sequence[TextChunk]) -> float:
+        values = [token.logprob for chunk in candidate for token in chunk.logprobs]
+        return sum(values) / len(values) if values else -math.inf
+
+    best: list[Sequence[TextChunk]] = []
+    for begin in range(0, len(chunks), candidates):
+        best += sorted(chunks[begin : begin + candidates], key=mean, reverse=True)[:choices]
+    return best
+
+
+def whole_answer(
+    answer: Answer,
+    choices: Sequence[Sequence[TextChunk]],
+    all_choices: Sequence[Sequence[TextChunk]] | None = None,
+) -> bytes:
+    """The JSON of an answer that was not streamed.
+
+    Args:
+        answer: what it is an answer to.
+        choices: the chunks of each choice, at least one.
+        all_choices: where more were made than are shown: all of them, for the usage.
+    """
     body: dict[str, Any] = {
         "id": answer.id,
         "object": answer.object,
         "created": answer.created_s,
         "model": answer.model,
         "choices": [_whole_choice(answer, index, chunks) for index, chunks in enumerate(choices)],
-        "usage": usage_object([chunks[-1].usage for chunks in choices], answer.prompts),
+        "usage": usage_object([chunks[-1].usage for chunks in all_choices or choices], answer.prompts),
     }
     if answer.token_ids and answer.chat:
         body["prompt_token_ids"] = choices[0][0].prompt_token_ids
@@ -132,7 +167,7 @@ def _whole_choice(answer: Answer, index: int, chunks: Sequence[TextChunk]) -> di
         choice["message"] = _message(text, "".join(chunk.reasoning for chunk in chunks), calls)
         choice["logprobs"] = chat_logprobs(tokens) if answer.logprobs else None
     else:
-        choice["text"] = text
+        choice["text"] = answer.echoed(index) + text
         choice["logprobs"] = completion_logprobs(tokens, 0) if answer.logprobs else None
     choice["finish_reason"] = finish_reason(chunks[-1].finish, called=bool(calls))
     choice["stop_reason"] = chunks[-1].stop_text
@@ -183,6 +218,9 @@ class EventWriter:
     """Whether each choice has tool calls."""
     _offsets: list[int] = field(init=False)
     """Characters of each choice's text so far."""
+    _prompt_tokens: int = 0
+    _completion_tokens: int = 0
+    """So far, over all choices."""
 
     def __post_init__(self) -> None:
         answer = self.answer
@@ -197,13 +235,20 @@ class EventWriter:
 
     def opening(self) -> bytes:
         if not self.answer.chat:
-            return b""
+            if not self.answer.echo:
+                return b""
+            return b"".join(
+                self._event(index, b'"text":' + _encode(self.answer.echoed(index)), b"null", b',"logprobs":null')
+                for index in range(self.answer.choices)
+            )
         delta = b'"delta":{"role":"assistant","content":""}'
         return b"".join(self._event(index, delta, b"null") for index in range(self.answer.choices))
 
     def chunk(self, index: int, chunk: TextChunk) -> bytes:
         if chunk.usage is not None:
             self._usages[index] = chunk.usage
+        if self.answer.running_usage and self.answer.stream_usage:
+            self._count(index, chunk)
         if chunk.tool_calls:
             self._called[index] = True
         finish = finish_reason(chunk.finish, called=self._called[index])
@@ -224,6 +269,16 @@ class EventWriter:
             return DONE
         usage = _encode(usage_object(self._usages, self.answer.prompts))
         return self._head + b',"choices":[],"usage":' + usage + b"}\n\n" + DONE
+
+    def _count(self, index: int, chunk: TextChunk) -> None:
+        """Keep the usage that the next events show."""
+        self._completion_tokens += len(chunk.token_ids)
+        if chunk.prompt_token_ids is not None and index % (self.answer.choices // self.answer.prompts) == 0:
+            self._prompt_tokens += len(chunk.prompt_token_ids)
+        prompt, completion = self._prompt_tokens, self._completion_tokens
+        self._tail = b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n' % (
+            prompt, completion, prompt + completion,
+        )  # fmt: skip
 
     def _deltas(self, index: int, chunk: TextChunk) -> Iterable[bytes]:
         """Events of a chat's chunk, each with one kind of content; what belongs to its tokens is in the first."""

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
@@ -16,12 +17,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from longturn.frontend.records import Prompt, TextChunk, TextRequest
+from longturn.frontend.records import Prompt, TextChunk, TextPrompt, TextRequest, TokenPrompt, ToolChoice
 from longturn.server import openai_requests as requests
 from longturn.server.errors import CLIENT_GONE, error_body, error_response
 from longturn.server.generation import Indexed, collect, run_choices, time_limit, unless_disconnected
 from longturn.server.metrics import ServerMetrics
-from longturn.server.openai_responses import Answer, EventWriter, whole_answer
+from longturn.server.openai_responses import Answer, EventWriter, best_choices, whole_answer
 from longturn.server.openai_types import (
     ChatRequest,
     CompletionRequest,
@@ -30,9 +31,12 @@ from longturn.server.openai_types import (
     TokenizeRequest,
 )
 from longturn.server.ports import EngineMonitor, ServedModel, TextService
-from longturn.server.sse import EventStream
+from longturn.server.sessions import session_of
+from longturn.server.sse import EventStream, grace_of
+from longturn.server.structured import grammar_of
 
 SEED_BITS = 63
+NO_TOOLS = ToolChoice("none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class OpenAIRoutes:
             requests.chat_max_tokens(body),
             logprobs,
             "chatcmpl",
-            parse_tools=requests.parses_tools(body),
+            choice=requests.chat_tool_choice(body),
         )
 
     async def completions(self, http: Request) -> Response | ASGIApp:
@@ -94,21 +98,42 @@ class OpenAIRoutes:
         body = requests.decode_body(await http.body(), self._completion)
         prompts = requests.completion_prompts(body)
         max_tokens = requests.completion_max_tokens(body)
-        return await self._generate(http, body, prompts, "text_completion", max_tokens, body.logprobs, "cmpl")
+        candidates = requests.candidates_of(body)
+        return await self._generate(
+            http,
+            body,
+            prompts,
+            "text_completion",
+            max_tokens,
+            body.logprobs,
+            "cmpl",
+            candidates=candidates,
+            echo=tuple(map(self._echoed, prompts)) if body.echo else (),
+        )
+
+    def _echoed(self, prompt: Prompt) -> str:
+        if isinstance(prompt, TokenPrompt):
+            return self.service.detokenize(prompt.token_ids)
+        assert isinstance(prompt, TextPrompt)
+        return prompt.text
 
     async def models(self, http: Request) -> Response:
         """GET /v1/models."""
-        return _json({"object": "list", "data": [self._model_object()]})
+        model = self._model_object()
+        # As OpenAI's clients and as Anthropic's read a list.
+        return _json(
+            {"object": "list", "data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]}
+        )
 
     async def one_model(self, http: Request) -> Response:
         """GET /v1/models/{model}."""
-        requests.check_model(http.path_params["model"], self.model.name)
+        requests.check_model(http.path_params["model"], self.model.name, self.model.aliases)
         return _json(self._model_object())
 
     async def tokenize(self, http: Request) -> Response:
         """POST /tokenize."""
         body = requests.decode_body(await http.body(), self._tokenize)
-        requests.check_model(body.model, self.model.name)
+        requests.check_model(body.model, self.model.name, self.model.aliases)
         special = body.add_special_tokens is not False
         tokens = await self.service.tokenize(requests.tokenize_prompt(body), add_special_tokens=special)
         return _json({"count": len(tokens), "max_model_len": self.model.max_context_tokens, "tokens": list(tokens)})
@@ -116,7 +141,7 @@ class OpenAIRoutes:
     async def detokenize(self, http: Request) -> Response:
         """POST /detokenize."""
         body = requests.decode_body(await http.body(), self._detokenize)
-        requests.check_model(body.model, self.model.name)
+        requests.check_model(body.model, self.model.name, self.model.aliases)
         return _json({"prompt": self.service.detokenize(body.tokens)})
 
     async def health(self, http: Request) -> Response:
@@ -143,11 +168,14 @@ class OpenAIRoutes:
         logprobs: int | None,
         prefix: str,
         *,
-        parse_tools: bool = False,
+        choice: ToolChoice = NO_TOOLS,
+        candidates: int | None = None,
+        echo: tuple[str, ...] = (),
     ) -> Response | ASGIApp:
-        requests.check_model(body.model, self.model.name)
+        requests.check_model(body.model, self.model.name, self.model.aliases)
         requests.check_common(body)
         choices = requests.choices_of(body)
+        candidates = candidates or choices
         answer = Answer(
             id=f"{prefix}-{uuid.uuid4().hex}",
             object=kind,
@@ -155,11 +183,16 @@ class OpenAIRoutes:
             model=self.model.name,
             prompts=len(prompts),
             choices=len(prompts) * choices,
+            echo=echo,
             logprobs=logprobs is not None,
             token_ids=bool(body.return_token_ids),
             stream_usage=bool(body.stream_options and body.stream_options.include_usage),
+            running_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         )
         seed = self._seed(body.seed)
+        if candidates > choices and logprobs is None:
+            # The best are those with the likeliest tokens, so somebody must know how likely they are.
+            logprobs = 0
         sampling = requests.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, seed=seed)
         first = TextRequest(
             request_id=answer.id,
@@ -170,8 +203,10 @@ class OpenAIRoutes:
             include_stop_text=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             split_reasoning=answer.chat,
-            parse_tools=parse_tools,
-            session_id=body.session_id or http.headers.get("x-session-id"),
+            grammar=grammar_of(body),
+            parse_tools=choice.mode != "none",
+            tool_choice=choice,
+            session_id=session_of(http.headers, body.session_id, body.prompt_cache_key),
             cache_salt=body.cache_salt,
             tenant=http.scope["state"]["tenant"],
             priority=body.priority or 0,
@@ -180,12 +215,12 @@ class OpenAIRoutes:
             [
                 replace(
                     first,
-                    request_id=f"{answer.id}-{i * choices + j}",
+                    request_id=f"{answer.id}-{i * candidates + j}",
                     prompt=prompt,
                     # Choices of one prompt must differ; each is repeatable by itself.
                     sampling=replace(sampling, seed=(seed + j) & ((1 << SEED_BITS) - 1)),
                 )
-                for j in range(choices)
+                for j in range(candidates)
             ]
             for i, prompt in enumerate(prompts)
         ]
@@ -196,11 +231,13 @@ class OpenAIRoutes:
                 EventWriter(answer),
                 timeout_s=self.timeout_s,
                 request_id=http.scope["state"]["request_id"],
+                grace_s=grace_of(first),
             )
-        chunks = await unless_disconnected(http.receive, self._collect(events, answer.choices))
+        chunks = await unless_disconnected(http.receive, self._collect(events, len(prompts) * candidates))
         if chunks is None:
             return Response(status_code=CLIENT_GONE)
-        return Response(whole_answer(answer, chunks), media_type="application/json")
+        best = chunks if candidates == choices else best_choices(chunks, candidates, choices)
+        return Response(whole_answer(answer, best, all_choices=chunks), media_type="application/json")
 
     def _watched(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         return self.metrics.watch(self.service.generate(request))
@@ -222,7 +259,20 @@ class OpenAIRoutes:
             "owned_by": "longturn",
             "root": self.model.root or self.model.name,
             "parent": None,
+            # The same in Anthropic's dialect.
+            "type": "model",
+            "display_name": self.model.name,
+            "created_at": datetime.fromtimestamp(self.model.created_s, UTC).isoformat().replace("+00:00", "Z"),
+            "max_input_tokens": self.model.max_context_tokens,
             "max_model_len": self.model.max_context_tokens,
+            # What a measurement must say of itself to be compared, so that nobody has to know it by heart.
+            "longturn": {
+                "version": installed_version(),
+                "quantisation": self.model.quantisation,
+                "weights": self.model.weights,
+                "kv_cache": self.model.kv_cache,
+                "device": self.model.device,
+            },
         }
 
 

@@ -17,6 +17,8 @@ Count = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Usage so far in every event, as vLLM and SGLang have it: tells how many tokens an event bundles."""
 
 
 class SamplingFields(msgspec.Struct):
@@ -49,15 +51,28 @@ class SamplingFields(msgspec.Struct):
     priority: Count | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    prompt_cache_key: str | None = None
+    """OpenAI's name for what `session_id` is (see `sessions`)."""
 
-    # Refused unless they ask for nothing.
+    # Constrained output (see `structured`): OpenAI's form, vLLM's, and what vLLM had before.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    use_beam_search: bool | None = None
+
+    # Refused unless they ask for nothing (see `refused`).
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    kv_transfer_params: Any = None
+    return_tokens_as_token_ids: Any = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -66,6 +81,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -74,8 +90,14 @@ class ChatRequest(SamplingFields, kw_only=True):
     reasoning_effort: str | None = None
 
     # Refused unless they ask for nothing.
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
+    web_search_options: Any = None
+    moderation: Any = None
+    echo: Any = None
+    include_reasoning: Any = None
+    documents: Any = None
+    add_special_tokens: Any = None
+    continue_final_message: Any = None
+    chat_template: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -87,11 +109,14 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     prompt: str | list[str | int | TokenIds]
     logprobs: Count | None = None
+    echo: bool | None = None
+    """The text of a choice begins with its prompt."""
+    best_of: Count | None = None
+    """Choices that are made for each prompt, of which the `n` with the likeliest tokens are the answer."""
 
     # Refused unless they ask for nothing.
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: Count | None = None
+    suffix: Any = None
+    prompt_embeds: Any = None
 
 
 class TokenizeRequest(msgspec.Struct):

@@ -39,6 +39,14 @@ class EngineMonitor(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def abort(self, request_id: str) -> bool:
+        """End a request, whose reader then gets an output that says so. False if the engine has none of that id."""
+        ...
+
+    def reset_prefix_cache(self) -> Awaitable[int]:
+        """Forget every cached page; the number of pages that were known. Running requests keep what they hold."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -50,3 +58,10 @@ class ServedModel:
     """Unix time at which the server started."""
     root: str = ""
     """Where the model came from."""
+    quantisation: str = "unknown"
+    """The weights' format as served, as the engine tells it; so are the next three."""
+    weights: str = "unknown"
+    kv_cache: str = "unknown"
+    device: str = "unknown"
+    aliases: tuple[str, ...] = ()
+    """Other names that requests may call it (see `server.model_aliases`)."""

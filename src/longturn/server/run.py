@@ -8,7 +8,6 @@ import dataclasses
 import errno
 import importlib.util
 import logging
-import math
 import os
 import signal
 import socket
@@ -23,14 +22,16 @@ from longturn.config import EngineConfig, ServerConfig, check_config
 from longturn.errors import LongturnError
 from longturn.frontend.remote_engine import DEFAULT_FACTORY, RemoteEngine
 from longturn.server.app import create_app
+from longturn.server.drain import Drain
+from longturn.server.keys import accepted_keys
+from longturn.server.logs import configure_logs
 from longturn.server.ports import ServedModel, TextService
+from longturn.server.tls import check_certificate
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 10.0
-"""Time that requests in flight have to finish when the server is told to stop; then they are answered with an error."""
 LAST_WORDS_S = 2
-"""Time for those errors to leave, before uvicorn cancels what is left."""
+"""Time for the errors of requests that outlast the drain to leave, before uvicorn cancels what is left."""
 KEEP_ALIVE_S = 75
 """An idle connection lives this long: agents pause between turns, and a reused connection that the server is just
 closing fails a request."""
@@ -78,10 +79,11 @@ def bind(server: ServerConfig) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
+def url_of(sock: socket.socket, *, secure: bool = False) -> str:
     """The URL of a bound socket."""
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if secure else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def serve(
@@ -90,9 +92,11 @@ def serve(
     build_service: BuildService | None = None,
     engine_factory: str = DEFAULT_FACTORY,
     on_ready: Callable[[str], None] | None = None,
-    drain_s: float = DRAIN_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM; returns after SIGTERM.
+
+    After a signal new requests are answered with 503, also at /health, and those in progress have `server.drain_s`
+    to finish. A second signal ends them at once.
 
     `on_ready` is called with the server's URL once it answers; without it a line is printed.
 
@@ -100,13 +104,15 @@ def serve(
         LongturnError: the server could not start.
         KeyboardInterrupt: after SIGINT, when everything has been ended.
     """
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     config = check_config(config)
+    configure_logs(config.server)
+    accepted_keys(config.server)
+    check_certificate(config.server)
     build = build_service or _default_build()
     sock = bind(config.server)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            received = runner.run(_serve(config, sock, build, engine_factory, on_ready or _announce, drain_s))
+            received = runner.run(_serve(config, sock, build, engine_factory, on_ready or _announce))
     finally:
         sock.close()
     if received == signal.SIGINT:
@@ -119,11 +125,11 @@ async def _serve(
     build_service: BuildService,
     engine_factory: str,
     on_ready: Callable[[str], None],
-    drain_s: float,
 ) -> int | None:
     """Returns the signal that ended it, if one did."""
     received: list[int] = []
     server: _Server | None = None
+    drain = Drain()
     closing: list[asyncio.Task[None]] = []
     task = asyncio.current_task()
     assert task is not None
@@ -132,13 +138,20 @@ async def _serve(
         received.append(number)
         if server is None:
             task.cancel()
-        elif server.should_exit:
+        elif drain.draining:
             # The second time means now.
-            server.force_exit = True
+            server.should_exit = server.force_exit = True
         else:
-            server.should_exit = True
+            # uvicorn goes on listening meanwhile, so that whoever asks is told why it is refused.
+            drain.begin()
+            closing.append(loop.create_task(finish(server)))
+
+    async def finish(server: _Server) -> None:
+        if not await drain.wait(config.server.drain_s):
             # Readers of a closed engine get an error that says so; uvicorn alone would cut their connections.
-            loop.call_later(drain_s, lambda: closing.append(loop.create_task(engine.close())))
+            await engine.close()
+            await drain.wait(LAST_WORDS_S)
+        server.should_exit = True
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -155,15 +168,25 @@ async def _serve(
             await asyncio.gather(starting, return_exceptions=True)
         # The page pool may hold less than the model's own context.
         context = min(model.max_context_tokens, info.max_context_tokens)
-        model = dataclasses.replace(model, max_context_tokens=context)
-        app = create_app(service, config, engine=engine, model=model)
-        server = _Server(_uvicorn_config(app, drain_s))
-        await _listen(server, sock, lambda: on_ready(url_of(sock)))
+        model = dataclasses.replace(
+            model,
+            max_context_tokens=context,
+            quantisation=info.quantisation,
+            weights=info.weights,
+            kv_cache=info.kv_cache,
+            device=info.device,
+        )
+        app = create_app(service, config, engine=engine, model=model, drain=drain)
+        server = _Server(_uvicorn_config(app, config.server))
+        secure = config.server.ssl_certfile is not None
+        await _listen(server, sock, lambda: on_ready(url_of(sock, secure=secure)))
     except asyncio.CancelledError:
         if not received:
             raise
     finally:
-        await asyncio.gather(*closing)
+        for ending in closing:
+            ending.cancel()
+        await asyncio.gather(*closing, return_exceptions=True)
         await engine.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -182,7 +205,7 @@ async def _listen(server: _Server, sock: socket.socket, on_ready: Callable[[], N
         raise _listen_error(url_of(sock), error) from None
 
 
-def _uvicorn_config(app: ASGIApp, drain_s: float) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, server: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
@@ -193,7 +216,9 @@ def _uvicorn_config(app: ASGIApp, drain_s: float) -> uvicorn.Config:
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(drain_s) + LAST_WORDS_S,
+        timeout_graceful_shutdown=LAST_WORDS_S,
+        ssl_certfile=server.ssl_certfile,
+        ssl_keyfile=server.ssl_keyfile,
     )
 
 

@@ -96,10 +96,6 @@ class SessionTree:
         for conversation in self.conversations:
             yield from conversation.requests
 
-    def in_time_order(self) -> list[TraceRequest]:
-        """All requests by start; those that started together in the order of their conversations."""
-        return sorted(self.requests(), key=lambda request: request.start_s)
-
     def children(self, parent: int) -> list[int]:
         """Indices of the conversations that conversation `parent` started."""
         return [index for index, item in enumerate(self.conversations) if item.parent == parent]

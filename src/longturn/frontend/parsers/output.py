@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from longturn.frontend.parsers.base import ReasoningParser, ReasoningPiece, ToolParser, ToolPiece, join_calls
 from longturn.frontend.parsers.registry import OutputFormat
 from longturn.frontend.records import ChatPrompt, TextRequest, ToolCallDelta
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,17 @@ class OutputPiece:
 class OutputParser:
     """State of one output. What it gives out adds up to the same however the text is cut."""
 
-    __slots__ = ("_calls", "_content", "_reasoner", "_reasoning", "_request_id", "_tools", "markers")
+    __slots__ = (
+        "_calls",
+        "_content",
+        "_failed",
+        "_reasoner",
+        "_reasoning",
+        "_request_id",
+        "_text",
+        "_tools",
+        "markers",
+    )
 
     def __init__(
         self,
@@ -46,6 +60,9 @@ class OutputParser:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
+        self._text: list[str] = []
+        """All that was pushed."""
+        self._failed = False
 
     @classmethod
     def of(cls, form: OutputFormat, request: TextRequest, rendered: str) -> OutputParser | None:
@@ -72,11 +89,30 @@ class OutputParser:
 
     def push(self, text: str) -> OutputPiece:
         """What is certain after more text."""
-        piece = self._reasoner.push(text) if self._reasoner else ReasoningPiece(content=text)
-        return self._piece(piece.reasoning, self._tools.push(piece.content) if self._tools else _plain(piece))
+        self._text.append(text)
+        return self._guarded(self._push, text)
 
     def finish(self) -> OutputPiece:
         """What was held back, at the end of the output."""
+        return self._guarded(self._finish)
+
+    def _guarded(self, step: Callable[..., OutputPiece], *text: str) -> OutputPiece:
+        """A step of the parsers. One that fails is a bug of ours and no reason to withhold what the model wrote."""
+        if self._failed:
+            return self._piece("", ToolPiece("".join(text)))
+        try:
+            return step(*text)
+        except Exception:
+            _log.exception("request %s: its output could not be parsed and is given as it is", self._request_id)
+        self._failed = True
+        whole, content = "".join(self._text), "".join(self._content)
+        return self._piece("", ToolPiece(whole.removeprefix(content)))
+
+    def _push(self, text: str) -> OutputPiece:
+        piece = self._reasoner.push(text) if self._reasoner else ReasoningPiece(content=text)
+        return self._piece(piece.reasoning, self._tools.push(piece.content) if self._tools else _plain(piece))
+
+    def _finish(self) -> OutputPiece:
         piece = self._reasoner.finish() if self._reasoner else ReasoningPiece()
         if self._tools is None:
             return self._piece(piece.reasoning, _plain(piece))

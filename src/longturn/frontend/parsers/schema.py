@@ -58,6 +58,13 @@ def tool_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, Schema]:
     return schemas
 
 
+def tool_names(tools: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Function names, in the order of the tools."""
+    functions = (tool.get("function", tool) for tool in tools)
+    names = (function.get("name") for function in functions if isinstance(function, Mapping))
+    return [name for name in names if isinstance(name, str)]
+
+
 def arguments_json(call: Element, schema: Schema | None) -> str:
     """The arguments of a call as a JSON object; valid JSON whatever is in the call.
 
@@ -96,14 +103,15 @@ def _alternatives(schema: Any, root: Schema) -> list[Schema]:
             continue
         found.append(schema)
         if isinstance(reference := schema.get("$ref"), str):
-            waiting.append(_resolved(reference, root))
+            waiting.append(resolved(reference, root))
         for combiner in _COMBINERS:
             if isinstance(members := schema.get(combiner), Sequence):
                 waiting.extend(members)
     return found
 
 
-def _resolved(reference: str, root: Schema) -> Any:
+def resolved(reference: str, root: Schema) -> Any:
+    """What a reference into the schema `root` stands for; None for other references."""
     if not reference.startswith("#"):
         return None
     place: Any = root
@@ -133,7 +141,7 @@ def _implied(schema: Schema) -> Iterable[str]:
         yield "object"
     if "items" in schema or "prefixItems" in schema:
         yield "array"
-    for value in _listed(schema):
+    for value in listed(schema):
         for name, kind in _TYPE_NAMES:
             if isinstance(value, kind):
                 yield name
@@ -146,7 +154,7 @@ _TYPE_NAMES: tuple[tuple[str, type], ...] = (
 )  # fmt: skip
 
 
-def _listed(schema: Schema) -> list[Any]:
+def listed(schema: Schema) -> list[Any]:
     """The values that a schema lists, if it does."""
     values = schema.get("enum")
     listed = list(values) if isinstance(values, (list, tuple)) else []
@@ -229,7 +237,7 @@ def _repeated(group: Sequence[Element], schema: Any, root: Schema) -> list[Any]:
 def _scalar(text: str, types: set[str], schemas: Iterable[Schema]) -> Any:
     if not types or types == {"string"}:
         return text
-    if "string" in types and any(text in _listed(schema) for schema in schemas):
+    if "string" in types and any(text in listed(schema) for schema in schemas):
         return text
     plain = text.strip()
     if not plain:

@@ -1,0 +1,152 @@
+"""Loops of tool calls on templates of several families: every turn's prompt begins with the ids of the one before."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from longturn.engine.records import SamplingParams
+from longturn.frontend.chat_template import ChatTemplates
+from longturn.frontend.frontend import Frontend
+from longturn.frontend.parsers.base import join_calls
+from longturn.frontend.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, output_format
+from longturn.frontend.records import ChatPrompt, TextChunk, TextRequest, ToolChoice
+from tests.frontend.fakes import IM_END, fake_frontend, outputs_of, tiny_tokenizer
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "hello"}
+AGAIN = {"role": "user", "content": "and now?"}
+
+# As Qwen3's: tools before everything, reasoning of the answers behind the last question, results in a user turn.
+QWEN = """
+{%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+{{- '<tool_call></tool_call><|im_end|>\n' }}{% endif %}
+{%- set asked = namespace(at=0) %}
+{%- for m in messages if m.role == 'user' %}{% set asked.at = messages.index(m) %}{% endfor %}
+{%- for m in messages %}
+  {%- if m.role == 'tool' %}
+    {{- '<|im_start|>user\n<tool_response>\n' ~ m.content ~ '\n</tool_response><|im_end|>\n' }}
+  {%- else %}
+    {{- '<|im_start|>' ~ m.role ~ '\n' }}
+    {%- if m.reasoning_content and loop.index0 > asked.at %}
+      {{- '<think>\n' ~ m.reasoning_content.strip('\n') ~ '\n</think>\n\n' }}
+    {%- endif %}
+    {{- m.content }}
+    {%- for call in m.tool_calls or [] %}
+      {{- '\n' if m.content or not loop.first }}
+      {{- '<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
+      {{- call.function.arguments | tojson ~ '}\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+# As Llama 3's: one call, which is all of the answer.
+LLAMA = """
+{%- if not tools is defined %}{% set tools = none %}{% endif %}
+{%- if tools is not none %}{{ '<|im_start|>system\nWrite {"name": ..., "parameters": ...}.' ~ tools | tojson }}
+{{- '<|im_end|>' }}{% endif %}
+{%- for m in messages %}
+  {{- '<|im_start|>' ~ m.role ~ '\n\n' }}
+  {%- if m.tool_calls is defined %}
+    {%- set call = m.tool_calls[0].function %}
+    {{- '{"name": "' ~ call.name ~ '", "parameters": ' ~ call.arguments | tojson ~ '}' }}
+  {%- elif m.role == 'tool' %}{{ {'output': m.content} | tojson }}
+  {%- else %}{{ m.content | trim }}{% endif %}
+  {{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"""
+
+# Knows no tools.
+PLAIN = (
+    "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def hermes(*calls: str) -> str:
+    return "\n".join(f'<tool_call>\n{{"name": "look", "arguments": {call}}}\n</tool_call>' for call in calls)
+
+
+def llama(call: str) -> str:
+    return f'{{"name": "look", "parameters": {call}}}'
+
+
+# Numbers, escapes and white space that no template would write.
+SPELLINGS = ['{"a":1.50}', '{"b": "\\u00e9\\/"}', '{ "c" : [1e3, "é"] }']
+LOOPS: dict[str, tuple[str, str, str | None, list[str]]] = {
+    "qwen": (
+        QWEN,
+        "hermes",
+        "think",
+        [
+            f"<think>\nI é must.\n</think>\n\n{hermes(SPELLINGS[0])}",
+            f"<think>\n\nmore\n\n</think>\n\nText.\n{hermes(SPELLINGS[1], '{}')}",
+            hermes(SPELLINGS[2]),
+            "<think>\nenough\n</think>\n\nIt is done.\n",
+        ],
+    ),
+    "llama": (LLAMA, "llama_json", None, [*map(llama, SPELLINGS), "It is done."]),
+    "plain": (PLAIN, "hermes", None, [f"One moment. {hermes(*SPELLINGS[:2])}", hermes(SPELLINGS[2]), " Done."]),
+}
+
+
+def frontend_of(template: str, texts: list[str]) -> Frontend:
+    tokenizer, waiting = tiny_tokenizer(template), list(texts)
+    templates = ChatTemplates.of(tokenizer)
+    fake, _ = fake_frontend(
+        lambda request: outputs_of(request, tokenizer.encode(waiting.pop(0)), stop_token_id=IM_END),
+        tokenizer=tokenizer,
+    )
+    form = output_format("LlamaForCausalLM", templates.text, templates.shows_tools)
+    return Frontend(tokenizer, templates, fake.engine, fake.limits, output=form)
+
+
+async def turn(frontend: Frontend, messages: list[Any], **options: Any) -> list[TextChunk]:
+    prompt = ChatPrompt(tuple(messages), (TOOL,))
+    request = TextRequest("r", prompt, SamplingParams(max_tokens=0), split_reasoning=True, parse_tools=True, **options)
+    return [chunk async for chunk in frontend.generate(request)]
+
+
+@pytest.mark.parametrize("loop", sorted(LOOPS))
+@pytest.mark.parametrize("again", [str, json.loads, lambda text: json.dumps(json.loads(text), indent=1)])
+async def test_every_turn_extends_the_tokens_of_the_one_before(loop: str, again: Any) -> None:
+    template, tools, reasoning, texts = LOOPS[loop]
+    frontend = frontend_of(template, texts)
+    assert frontend._output.tools is TOOL_FORMATS[tools]
+    assert frontend._output.reasoning is (REASONING_FORMATS[reasoning] if reasoning else None)
+    messages: list[Any] = [USER]
+    before: list[int] = []
+    for number in range(len(texts)):
+        # Forcing a call or not is no part of the prompt.
+        choice = ToolChoice("auto" if number % 2 else "required")
+        chunks = await turn(frontend, messages, tool_choice=choice)
+        ids = list(chunks[0].prompt_token_ids or ())
+        assert ids[: len(before)] == before and frontend.memory.hits == number
+        usage = chunks[-1].usage
+        assert usage is not None and usage.diverged_at is None
+        before = [*ids, *(token for chunk in chunks for token in chunk.token_ids), IM_END]
+        calls = join_calls(delta for chunk in chunks for delta in chunk.tool_calls)
+        assert bool(calls) is (number < len(texts) - 1)
+        # What clients send back: reasoning left out, arguments in their own spelling.
+        entries = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": again(call.arguments)}}
+            for call in calls
+        ]
+        content = "".join(chunk.text for chunk in chunks)
+        messages.append({"role": "assistant", "content": content or None, **({"tool_calls": entries} if calls else {})})
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "a file"} for call in calls]
+
+
+async def test_old_reasoning_goes_where_the_template_drops_it() -> None:
+    template, _, _, texts = LOOPS["qwen"]
+    frontend = frontend_of(template, [texts[-1], "hm"])
+    await turn(frontend, [USER])
+    chunks = await turn(frontend, [USER, {"role": "assistant", "content": "It is done."}, AGAIN])
+    prompt = frontend.detokenize(chunks[0].prompt_token_ids or ())
+    assert "enough" not in prompt and "It is done." in prompt
+    usage = chunks[-1].usage
+    assert usage is not None and usage.diverged_at is not None
