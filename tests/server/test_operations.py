@@ -15,13 +15,16 @@ from typing import Any
 import httpx
 import pytest
 
-from longturn.config import EngineConfig, ServerConfig
+from longturn.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
+from longturn.engine.clock import SystemClock
 from longturn.errors import ConfigError
+from longturn.frontend.inprocess_engine import InProcessEngine
 from longturn.json_log import JsonFormatter
 from longturn.server.keys import accepted_keys
 from longturn.server.overload import MOST_S, UNKNOWN_S, QueuePace
 from longturn.server.tls import check_certificate
-from tests.server.served import Start
+from tests.server.engine_mock import LetterExecutor, ShownEngine
+from tests.server.served import Start, serving
 from tests.server.test_run import ready
 
 CHAT = "/v1/chat/completions"
@@ -206,6 +209,24 @@ async def test_a_full_queue_answers_429_and_when_to_come_back(start: Start) -> N
             assert reply.status_code == 429 and int(reply.headers["retry-after"]) == UNKNOWN_S
             assert reply.headers.get_list("retry-after") == [str(UNKNOWN_S)]
             assert reply.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_one_request_more_than_may_wait_is_refused_and_the_others_are_not() -> None:
+    bounds = SchedulerConfig(max_running=1, max_waiting=1)
+    engine = InProcessEngine(ShownEngine(LetterExecutor(), bounds, CacheConfig(), SystemClock()))
+    try:
+        async with serving(engine) as served, served.http() as http:
+            first = asyncio.create_task(http.post(CHAT, json={"messages": USER, "max_tokens": 300}))
+            await running(served, 1)
+            second = asyncio.create_task(http.post(CHAT, json={"messages": USER, "max_tokens": 1}))
+            async with asyncio.timeout(5):
+                while engine.stats().waiting != 1:
+                    await asyncio.sleep(0.002)
+            third = await http.post(CHAT, json={"messages": USER, "max_tokens": 1})
+            assert third.status_code == 429 and int(third.headers["retry-after"]) >= 1
+            assert [(await task).status_code for task in (first, second)] == [200, 200]
+    finally:
+        engine.close()
 
 
 def test_a_draining_server_finishes_and_refuses(tmp_path: Path) -> None:

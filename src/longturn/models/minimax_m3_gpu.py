@@ -193,6 +193,11 @@ class MiniMaxM3Gpu:
 
     # --- pages ------------------------------------------------------------------------------------------------------
 
+    @property
+    def storage(self) -> Tensor:
+        """uint8 [pages, page_bytes]: the page pool's own memory."""
+        return self.cache.view(torch.uint8)
+
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page of every layer and lane."""
         self.cache[target].copy_(self.cache[source])

@@ -14,6 +14,7 @@ from longturn.config import PAGE_TOKENS, CacheConfig, EngineConfig
 from longturn.errors import ConfigError, ModelError
 from longturn.executor.gpu.device import check_device
 from longturn.executor.gpu.executor import GpuExecutor, GpuLimits
+from longturn.executor.offload import slots_of
 from longturn.grammar_library import Vocabulary
 from longturn.models.checkpoint.base import open_checkpoint
 from longturn.models.checkpoint.published import PublishedCheckpoint
@@ -65,7 +66,8 @@ def build_gpu_executor(
     if context < source.max_context_tokens:
         limits = (context, source.max_context_tokens)
         _log.warning("the context is limited to %d of the model's %d tokens by GPU memory", *limits)
-    limits_of = GpuLimits(config.scheduler.max_running, config.scheduler.step_tokens, context)
+    host_pages = slots_of(config.cache.host_memory_bytes, weights.kv.page_bytes)
+    limits_of = GpuLimits(config.scheduler.max_running, config.scheduler.step_tokens, context, host_pages=host_pages)
     name = torch.cuda.get_device_name(device)
     executor = GpuExecutor(
         MiniMaxM3Gpu(weights, pages),

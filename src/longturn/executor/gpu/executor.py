@@ -22,10 +22,12 @@ from longturn.executor.gpu.graphs import StepGraphs
 from longturn.executor.gpu.layout import StateLayout
 from longturn.executor.gpu.masks import Masks, with_errors
 from longturn.executor.gpu.model import DeviceModel
+from longturn.executor.gpu.offload import GpuOffload
 from longturn.executor.gpu.packer import PackedStep, Packer, many_tiles
 from longturn.executor.gpu.sampling import SampleResults, row_results
 from longturn.executor.gpu.state import DeviceState, Slot, SlotRing
 from longturn.executor.grammar import Grammars
+from longturn.executor.offload import CopyReport
 from longturn.grammar_library import Vocabulary
 from longturn.kernels.sampling import sample_rows
 from longturn.kernels.sampling_table import SamplePlan, SampleScratch
@@ -48,6 +50,8 @@ class GpuLimits:
     max_context_tokens: int
     graphs: bool = True
     sample_plan: SamplePlan = field(default_factory=SamplePlan)
+    host_pages: int = 0
+    """Pages that host memory is to hold beside the pool."""
 
 
 class GpuExecutor:
@@ -94,6 +98,8 @@ class GpuExecutor:
         self._ring = SlotRing(_SLOTS, layout, len(self._results.words), device)
         self._graphs = StepGraphs(device, enabled=limits.graphs)
         self._closed = False
+        storage = model.storage if limits.host_pages else None
+        self._offload = None if storage is None else GpuOffload(storage, limits.host_pages, self._stream)
         self._info = ExecutorInfo(
             rows=limits.rows,
             pages=model.pages,
@@ -102,6 +108,7 @@ class GpuExecutor:
             vocab_size=model.vocab_size,
             device=description,
             copies_pages=True,
+            host_pages=limits.host_pages,
             **({} if formats is None else asdict(formats)),
         )
 
@@ -116,6 +123,8 @@ class GpuExecutor:
 
     def launch(self, plan: StepPlan) -> GpuHandle:
         slot = self._ring.take()
+        if self._offload is not None:
+            self._offload.begin(plan)  # first: copies are made whatever becomes of the step
         return self._enqueue(plan, slot, self._packer.pack(plan, slot.pairs_array))
 
     def adopt(self, plan: StepPlan) -> GpuHandle:
@@ -142,7 +151,8 @@ class GpuExecutor:
             raise
         slot.in_flight = True
         errors = {sample: text for sample, text in masks.items() if isinstance(text, str)}
-        handle = GpuHandle(plan.step_id, slot, packed, errors, time.perf_counter_ns() - begin_ns)
+        spent_ns = time.perf_counter_ns() - begin_ns
+        handle = GpuHandle(plan, slot, packed, errors, spent_ns, self._offload)
         if packed.grammars:
             self._masks.launched(packed.samples, handle)
         return handle
@@ -154,6 +164,8 @@ class GpuExecutor:
             for source, target in plan.copied_pages:
                 if source != target:
                     self._model.copy_page(source, target)
+            if self._offload is not None:
+                self._offload.copied(plan)
             for row, words in packed.penalties:
                 self._state.sampling.penalties[row].copy_(torch.from_numpy(words))
             self._state.staging[: packed.words].copy_(slot.pairs[: packed.words], non_blocking=True)
@@ -163,6 +175,8 @@ class GpuExecutor:
                 slot.results[:back].copy_(self._results.words[:back], non_blocking=True)
             if slot.end is not None:
                 slot.end.record()
+        if self._offload is not None:
+            self._offload.end()
 
     def close(self) -> None:
         if self._closed:
@@ -172,6 +186,8 @@ class GpuExecutor:
             self._grammars.close()
         if self._stream is not None:
             self._stream.synchronize()
+        if self._offload is not None:
+            self._offload.close()
         self._graphs.close()
 
     def shape_for(self, kind: StepKind, tokens: int, blocks: int) -> StepShape:
@@ -286,8 +302,16 @@ class GpuExecutor:
 class GpuHandle:
     """A step in flight on the device."""
 
-    def __init__(self, step_id: int, slot: Slot, packed: PackedStep, errors: dict[int, str], host_ns: int) -> None:
-        self._step_id, self._slot, self._packed, self._host_ns = step_id, slot, packed, host_ns
+    def __init__(
+        self,
+        plan: StepPlan,
+        slot: Slot,
+        packed: PackedStep,
+        errors: dict[int, str],
+        host_ns: int,
+        offload: GpuOffload | None,
+    ) -> None:
+        self._plan, self._slot, self._packed, self._host_ns, self._offload = plan, slot, packed, host_ns, offload
         self._errors = errors
         self._result: StepResult | None = None
 
@@ -311,7 +335,8 @@ class GpuHandle:
             elapsed_ns = int(slot.begin.elapsed_time(slot.end) * 1e6)
         results = row_results(slot.results_array, self._packed.samples, self._packed.plain)
         slot.in_flight = False
-        return StepResult(self._step_id, with_errors(results, self._errors), elapsed_ns)
+        copies = CopyReport() if self._offload is None else self._offload.ended(self._plan)
+        return StepResult(self._plan.step_id, with_errors(results, self._errors), elapsed_ns, *copies)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -26,6 +26,11 @@ class DeviceModel(Protocol):
     warm_layers: int
     """First layers that launch every kernel there is."""
 
+    @property
+    def storage(self) -> Tensor:
+        """uint8 [pages, page_bytes]: the page pool's own memory."""
+        ...
+
     def decode(
         self, tokens: Tensor, positions: Tensor, page_table: Tensor, x: Tensor, max_blocks: int,
         layers: int | None = None,
