@@ -121,7 +121,7 @@ async def test_an_edited_history(talk: Talk, session: str | None, at: int) -> No
         assert reuse == Reuse(whole(expected), None, ReuseReason.NOT_REMEMBERED)
     else:
         assert reuse == Reuse(whole(expected), expected, ReuseReason.EDITED_HISTORY)
-    rendered = talk.frontend._render(ChatPrompt(tuple(messages)))
+    rendered = talk.frontend._drafts.render(ChatPrompt(tuple(messages)))
     assert first_difference(talk.tokenizer.encode(rendered), left) == expected
 
 
@@ -340,7 +340,7 @@ async def test_reasoning_is_kept_in_a_loop_and_left_out_behind_it() -> None:
     assert expected is not None and reuse == Reuse(whole(expected), expected, ReuseReason.RERENDERED)
     # The answer before the loop is still the model's own tokens, which no tokenizer would write.
     assert ids[: len(before_loop)] == before_loop and expected > len(before_loop)
-    rendered = talk.frontend._render(ChatPrompt(tuple(messages[:-1]), TOOLS))
+    rendered = talk.frontend._drafts.render(ChatPrompt(tuple(messages[:-1]), TOOLS))
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == rendered
     assert first_difference(TOKENIZER.encode(rendered), before_loop) is not None
     left = talk.engine.left[-1]

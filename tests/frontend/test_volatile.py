@@ -304,5 +304,5 @@ async def test_a_header_in_every_request(smollm: Tokenizer, mode: Mode, system: 
 def test_the_mode_comes_from_the_configuration(embedded_source: ModelSource, mode: Mode) -> None:
     config = EngineConfig(frontend=FrontendConfig(stabilise_headers=mode))
     engine = CachingEngine(list, None)
-    assert build_frontend(config, engine)._headers.mode == mode
-    assert build_frontend(EngineConfig(), engine)._headers.mode == "report"
+    assert build_frontend(config, engine)._drafts._headers.mode == mode
+    assert build_frontend(EngineConfig(), engine)._drafts._headers.mode == "report"

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from longturn.config import PAGE_TOKENS
 from longturn.engine.hashing import page_hashes, salt_key
 from longturn.engine.records import EngineRequest, FinishReason, SamplingParams, pack_tokens, unpack_tokens
 from longturn.errors import EngineDeadError, LongturnError, RequestError
-from longturn.frontend.chat_template import ChatTemplates, as_written, check_values
+from longturn.frontend.chat_template import ChatTemplates
 from longturn.frontend.conversation import (
     ConversationMemory,
-    Found,
     History,
     Turn,
-    continuation,
-    history_of,
-    last_continued,
     text_digest,
-    text_history,
 )
 from longturn.frontend.conversation_keys import text_key
-from longturn.frontend.conversation_reuse import Comparison, compare, edited_reasoning, reuse_of
+from longturn.frontend.conversation_reuse import Comparison, compare, reuse_of
+from longturn.frontend.draft import Draft, Drafts, check_ids
 from longturn.frontend.engine_client import EngineClient
 from longturn.frontend.grammar import GrammarSpec
 from longturn.frontend.grammar_compiler import GrammarCompiler, GrammarLimits
@@ -45,7 +39,6 @@ from longturn.frontend.records import (
     TextPrompt,
     TextRequest,
     TokenPrompt,
-    VolatileSpan,
 )
 from longturn.frontend.tokenizer import Tokenizer, load_tokenizer
 from longturn.frontend.validate import ModelLimits, check_prompt_tokens, check_request
@@ -56,29 +49,6 @@ from longturn.source import ModelSource
 _THREAD_CHARS = 16_384
 """Longer text is tokenised in a thread (about 4 ms of work and more), so that other streams keep their pace."""
 _SEED_MASK = (1 << 63) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A prompt before tokenisation: ids that are known, and text that follows."""
-
-    text: str
-    param: str
-    """Name of the request's field, for messages."""
-    ids: bytes = b""
-    hashes: tuple[bytes, ...] = ()
-    lead: str = ""
-    """Last special token of `ids`: the text is tokenised behind it, since it may take the space around it."""
-    add_special_tokens: bool = False
-    rendered: str = ""
-    """The whole prompt text."""
-    history: History | None = None
-    found: Found | None = None
-    extends: bool = False
-    """`ids` are what the last answer in the history left behind."""
-    volatile: VolatileSpan | None = None
-    edited: bool = False
-    """The client sends other reasoning back than the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +93,9 @@ class Frontend:
         self.limits = limits
         self.memory = memory if memory is not None else ConversationMemory()
         self.engine = engine
-        self._headers = headers if headers is not None else HeaderWatch()
         self._caches = caches
-        self._ends = tuple(end for token in limits.eos_token_ids if (end := tokenizer.special_text(token)))
-        self._templates = templates
         self._output = output or OutputFormat()
+        self._drafts = Drafts(tokenizer, templates, limits, self.memory, headers or HeaderWatch(), self._output)
         self._grammars = GrammarCompiler(
             lambda: vocabulary_of(tokenizer, limits.vocab_size, limits.eos_token_ids), grammar_limits
         )
@@ -185,10 +153,10 @@ class Frontend:
                 than the context, or the grammar cannot be compiled.
         """
         check_request(request, self.limits)
-        draft = self._draft(request)
+        draft = self._drafts.draft(request)
         spec = self._spec(request)
         grammar = None if spec is None else self._grammars.compile_now(spec, self._marks(request, draft.rendered))
-        return self._prepared(request, draft, self._encode(draft), grammar)
+        return self._prepared(request, draft, self._drafts.encode(draft), grammar)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """Chunks of the answer as it is written; the last one has `finish` and `usage`.
@@ -204,14 +172,14 @@ class Frontend:
             LongturnError: the engine failed on this request.
         """
         check_request(request, self.limits)
-        draft = self._draft(request)
+        draft = self._drafts.draft(request)
         spec, grammar = self._spec(request), None
         if spec is not None:
             grammar = await self._grammars.compile(spec, self._marks(request, draft.rendered))
         if len(draft.text) > _THREAD_CHARS:
-            ids = await asyncio.to_thread(self._encode, draft)
+            ids = await asyncio.to_thread(self._drafts.encode, draft)
         else:
-            ids = self._encode(draft)
+            ids = self._drafts.encode(draft)
         prepared = self._prepared(request, draft, ids, grammar)
         state = OutputText(
             self.tokenizer,
@@ -262,7 +230,7 @@ class Frontend:
         if isinstance(prompt, TokenPrompt):
             return list(prompt.token_ids)
         if isinstance(prompt, ChatPrompt):
-            text, add_special_tokens = self._render(prompt), False
+            text, add_special_tokens = self._drafts.render(prompt), False
         else:
             text = prompt.text if isinstance(prompt, TextPrompt) else prompt
         if len(text) <= _THREAD_CHARS:
@@ -275,72 +243,10 @@ class Frontend:
         Raises:
             RequestError: an id is out of range.
         """
-        _check_ids(token_ids, self.limits.vocab_size, "tokens")
+        check_ids(token_ids, self.limits.vocab_size, "tokens")
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     # --- steps of a request ------------------------------------------------------------------------------------------
-
-    def _draft(self, request: TextRequest) -> _Draft:
-        prompt = request.prompt
-        if isinstance(prompt, TokenPrompt):
-            _check_ids(prompt.token_ids, self.limits.vocab_size, "prompt")
-            return _Draft("", "prompt", ids=pack_tokens(prompt.token_ids))
-        names = {"tenant": request.tenant, "cache_salt": request.cache_salt, "session_id": request.session_id}
-        if isinstance(prompt, TextPrompt):
-            history = text_history(prompt.text, self._ends, **names)
-            text = _Draft(prompt.text, "prompt", add_special_tokens=True, rendered=prompt.text, history=history)
-            return self._continued(dataclasses.replace(text, found=self.memory.find(history)), {})
-        check_values(prompt)
-        prompt = self._headers.settled(prompt, request)
-        history = history_of(prompt, **names)
-        turns = self.memory.answers(history)
-        rendered = self._render(as_written(prompt, turns))
-        volatile, edited = self._headers.observe(prompt, rendered, request, history), edited_reasoning(prompt, turns)
-        chat = _Draft(rendered, "messages", rendered=rendered, history=history, volatile=volatile, edited=edited)
-        return self._continued(dataclasses.replace(chat, found=self.memory.find(history)), turns)
-
-    def _continued(self, plain: _Draft, turns: Mapping[int, Turn]) -> _Draft:
-        """A draft that begins with the ids of the longest remembered turn that it continues.
-
-        Args:
-            plain: the draft as text.
-            turns: earlier ones of its conversation, for where it does not continue the last that is known.
-        """
-        turn = None if plain.found is None else plain.found.turn
-        if turn is None:
-            return plain
-        rest = continuation(turn, plain.rendered)
-        if last := rest is not None:
-            stays, text = rest
-        elif (earlier := last_continued(turns.values(), plain.rendered)) is not None:
-            turn, stays, text = earlier
-        else:
-            return plain
-        ids = turn.ids if stays or not turn.end_text else turn.ids[:-4]
-        if not stays and self.tokenizer.adds_prefix_space and self.tokenizer.special_prefix(text) is None:
-            return plain  # tokenised by itself the new part would get a space that the conversation does not have
-        return dataclasses.replace(
-            plain,
-            text=text,
-            ids=ids,
-            hashes=turn.page_hashes,
-            lead=turn.end_text if stays else "",
-            add_special_tokens=False,
-            extends=last and plain.found is not None and plain.found.is_last,
-        )
-
-    def _render(self, prompt: ChatPrompt) -> str:
-        form = self._output.tools
-        return self._templates.render(prompt, None if form is None else form.syntax)
-
-    def _encode(self, draft: _Draft) -> list[int]:
-        if not draft.text:
-            return []
-        if draft.lead:
-            first, *rest = self.tokenizer.encode(draft.lead + draft.text)
-            if first == self.tokenizer.token_id(draft.lead):
-                return rest
-        return self.tokenizer.encode(draft.text, add_special_tokens=draft.add_special_tokens)
 
     def _spec(self, request: TextRequest) -> GrammarSpec | None:
         """What the answer must be: what the request asks for, and what its tools do."""
@@ -367,9 +273,7 @@ class Frontend:
             return None
         return reasoning_marks(form, self.tokenizer, rendered)
 
-    def _prepared(
-        self, request: TextRequest, draft: _Draft, new_ids: list[int], grammar: str | None
-    ) -> PreparedRequest:
+    def _prepared(self, request: TextRequest, draft: Draft, new_ids: list[int], grammar: str | None) -> PreparedRequest:
         ids = draft.ids + pack_tokens(new_ids)
         count = len(ids) // 4
         check_prompt_tokens(count, self.limits, draft.param)
@@ -444,17 +348,6 @@ def _failure(request: TextRequest, cause: str | None) -> LongturnError:
         # The request's own doing: a grammar may compile and turn out too large for the library at a later token.
         return RequestError(f"'{request.grammar.param}': {cause}", param=request.grammar.param, code="invalid_value")
     return LongturnError(f"request {request.request_id} failed: {cause or 'no cause given'}")
-
-
-def _check_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    try:
-        ids = np.asarray(token_ids, dtype=np.int64)
-    except OverflowError:
-        ids = np.asarray([-1 if not 0 <= token < vocab_size else token for token in token_ids], dtype=np.int64)
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(wrong):
-        at = int(wrong[0])
-        raise RequestError(f"{param}[{at}] is {token_ids[at]}, but token ids are 0 to {vocab_size - 1}", param=param)
 
 
 async def _close(iterator: AsyncIterator[Any]) -> None:
