@@ -34,7 +34,7 @@ def ask(sdk: anthropic.Anthropic, messages: list[Any], *, stream: bool, **option
     values: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 400,
-        "system": [{"type": "text", "text": f"You tidy up a folder with tools. Run {stream}.", **MARK}],
+        "system": [{"type": "text", "text": f"You tidy up a folder with tools, in messages. Run {stream}.", **MARK}],
         "messages": messages,
         "tools": MESSAGES_TOOLS,
         **options,
@@ -60,7 +60,7 @@ def test_ten_turns_reuse_all_that_was_computed(sdk: anthropic.Anthropic, stream:
             choice = {"type": "tool", "name": "write_note"}
         counted = sdk.messages.count_tokens(
             model=MODEL,
-            system=[{"type": "text", "text": f"You tidy up a folder with tools. Run {stream}.", **MARK}],
+            system=[{"type": "text", "text": f"You tidy up a folder with tools, in messages. Run {stream}.", **MARK}],
             messages=messages,
             tools=MESSAGES_TOOLS,
         )
