@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -99,7 +100,7 @@ class _Kept:
             self._bytes -= len(old.data)
 
 
-class _Encoder(RecordedBodies):
+class _Encoder(RecordedBodies, ABC):
     """What both forms of prompts share."""
 
     def __init__(self, symbols: BlockSymbols, table: Sequence[bytes]) -> None:
@@ -111,6 +112,7 @@ class _Encoder(RecordedBodies):
     def forget(self, marker: str) -> None:
         self._kept.forget(marker)
 
+    @abstractmethod
     def _start(self, tree: SessionTree, before: _Blocks, node: int) -> tuple[bytes, int, int, int]:
         """What comes before a block's own symbols, how many of these it has, and its entries in `template` and `owed`.
 
@@ -119,7 +121,6 @@ class _Encoder(RecordedBodies):
             before: numbers of the blocks before it.
             node: the block.
         """
-        raise NotImplementedError
 
     def _blocks(self, tree: SessionTree, key: RequestKey, node: int, marker: str) -> _Blocks:
         """The blocks up to `node`, kept for the agent's next prompt."""
