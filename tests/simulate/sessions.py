@@ -25,10 +25,10 @@ class PlainModel:
 
     def __init__(
         self, fixed: int = 1_000_000, row: int = 10_000, token: int = 1_000, *, host: int = 0,
-        tokens_per_row: int = 1, accepted: float = 1.0,
+        tokens_per_row: int = 1,
     ) -> None:  # fmt: skip
         self.fixed, self.row, self.token, self.host = fixed, row, token, host
-        self.tokens_per_row, self.accepted = tokens_per_row, accepted
+        self.tokens_per_row = tokens_per_row
 
     def step_ns(self, step: StepShape) -> int:
         return self.fixed + self.row * step.rows + self.token * step.chunk_tokens

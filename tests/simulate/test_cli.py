@@ -100,6 +100,35 @@ def test_winners_by_hand(tmp_path: Path, trace: str) -> None:
     assert at[110]["configuration"] == "b" and at[110]["next"] is None and at[130]["configuration"] is None
 
 
+def test_published_replays_are_judged_by_frontier_and_by_the_nearest_point(tmp_path: Path, trace: str) -> None:
+    import msgspec
+
+    from longturn.cli.simulate_validate import judged
+
+    assert simulate(tmp_path / "out", trace, "--no-band", "--concurrency", "1") == 0
+    base = load_point(next((tmp_path / "out").glob("*.json")))
+    assert base.metrics.interactivity is not None
+
+    def point(trees: int, speed: float, rate: float) -> Point:
+        speeds = msgspec.structs.replace(base.metrics.interactivity, p90=speed)
+        metrics = msgspec.structs.replace(base.metrics, interactivity=speeds, total_tokens_per_s=rate)
+        return msgspec.structs.replace(base, concurrency=trees, metrics=metrics)
+
+    b300 = [point(32, 74.2, 69_900), point(8, 248.8, 17_100), point(4, 300.0, 8_000), point(1, 360.0, 3_000)]
+    results, lines = judged(
+        {"m3-b300": b300, "m3-vr": [point(1, 150.0, 100_000)], "m3-gb200": [point(1, 150.0, 40_000)]}, []
+    )
+    by_name = {one["point"]: one for one in results}
+    first, last = by_name["M3, B300, at 74.2 tok/s/user"], by_name["M3, B300, at 375.9 tok/s/user"]
+    assert first["error"] == pytest.approx(0.0) and first["as_much_at"] == pytest.approx(74.2, rel=1e-3)
+    assert last["predicted"] is None and last["nearest"]["name"].endswith("1 trees")
+    near = by_name["M3, B300, at 265.3 tok/s/user"]["nearest"]
+    assert (near["tok_s_user"], near["tok_s_chip"]) == (300.0, 8_000), "13 and 13 % off, where 8 trees are 86 % off"
+    ratio = by_name["M3, Vera Rubin over GB200 with TensorRT-LLM's experts, at 150"]
+    assert ratio["predicted"] == pytest.approx(2.5) and len(results) == 9
+    assert any("not reached" in line for line in lines)
+
+
 def test_what_if_stands_beside_amdahl(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--traces", trace, "--preset", "quick", "--duration", "20", "--concurrency", "2"]
     assert main(["simulate", "what-if", *load, "--kernel", "experts=1.5", "--json"]) == 0
@@ -127,7 +156,17 @@ def test_validate_lists_what_it_does_not_predict(capsys: pytest.CaptureFixture[s
     assert main(["simulate", "validate", "--platform", "vr-nvl72", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["points"] and found["not_modelled"] and found["agentx"] == []
-    assert {one["platform"] for one in found["points"]} == {"vr-nvl72"}
+    assert {one["platform"] for one in found["points"]} == {"vr-nvl72"} and found["own"] == []
+    assert "--case: unknown 'x'" in refused(capsys, "simulate", "validate", "--case", "x")
+
+
+def test_validate_shows_our_own_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "validate", "--platform", "h200", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["kind"] for one in found["own"]} == {"decode", "turn", "mixed", "prefill"}
+    assert found["own_sessions"] == []
+    assert main(["simulate", "validate", "--platform", "h200"]) == 0
+    assert "our own runs" in capsys.readouterr().out
 
 
 def test_a_platform_of_measured_steps(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +227,7 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "all at one time" in refused(capsys, "simulate", "--traces", str(timeless))
     assert "untimed.json" in refused(capsys, "simulate", "--traces", str(untimed))
     shown = refused(capsys, "simulate", "--model", str(config))
-    assert "the cost model needs moe_layer_freq" in shown
+    assert "the cost model needs num_attention_heads" in shown
     assert "no such file" in refused(capsys, "simulate", "--traces", str(tmp_path / "none.json"))
 
 
@@ -214,6 +253,29 @@ def test_help_of_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             main(["simulate", *verb, "--help"])
         assert ended.value.code == 0 and "usage: longturn simulate" in capsys.readouterr().out
+
+
+def test_a_dense_model(tmp_path: Path, trace: str) -> None:
+    more = ["--model", "llama-3.1-8b", "--platform", "h200", "--layout", "tp1", "--formats", "bf16", "--no-band"]
+    assert simulate(tmp_path / "out", trace, *more, "--concurrency", "1") == 0
+    point = load_point(next((tmp_path / "out").glob("*.json")))
+    assert point.model.name == "llama-3.1-8b" and point.metrics.requests > 2
+
+
+def test_stretched_sessions_say_so(tmp_path: Path, trace: str) -> None:
+    more = ["--median-input", "12000", "--median-output", "100", "--no-band", "--concurrency", "1"]
+    assert simulate(tmp_path / "out", trace, *more) == 0
+    point = load_point(next((tmp_path / "out").glob("*.json")))
+    assert point.traces.scale_context is not None and point.traces.scale_context > 1
+    assert point.flags["scale_output"] == "2.5" and "--median-input 12000" in point.command
+
+
+def test_host_memory_shows_in_a_point(tmp_path: Path, trace: str) -> None:
+    more = ["--host-memory", "100", "--drafter", "eagle3-m3:3", "--acceptance", "synthetic", "--no-band"]
+    assert simulate(tmp_path / "out", trace, *more, "--concurrency", "1") == 0
+    point = load_point(next((tmp_path / "out").glob("*.json")))
+    assert point.flags["loaded_pages"] == "0" and point.flags["acceptance"] == "synthetic"
+    assert "--acceptance synthetic" in point.command
 
 
 def test_bands_that_cannot_be_are_refused(tmp_path: Path, trace: str) -> None:

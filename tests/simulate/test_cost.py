@@ -14,7 +14,9 @@ from longturn.simulate.cost.options import KERNELS, CostOptions, Graphs, HostTim
 from longturn.simulate.cost.routing import BALANCED
 from longturn.simulate.cost.step import StepShape, step_shape
 from longturn.simulate.drafts import load_drafter
+from longturn.simulate.layout import check_layout, parse_layout
 from longturn.simulate.platform import load_platform
+from longturn.simulate.shapes import load_shape
 from tests.simulate.helpers import EXACT, NO_HOST, cost
 
 LIMIT = 2048
@@ -290,3 +292,18 @@ def test_an_empty_step_costs_the_host_alone() -> None:
     model = cost(options=CostOptions())
     assert model.step_ns(StepShape()) == model.options.host.step_ns
     assert dataclasses.astuple(model.breakdown(StepShape()))[0] == (0,) * len(KERNELS)
+
+
+def test_a_dense_model_streams_its_weights_and_keys() -> None:
+    built = cost("h200", "llama-3.1-8b", "tp1", "bf16")
+    one = built.breakdown(step_shape([1], attend_limit=0)).by_kernel()
+    assert one["experts"] == one["router"] == one["index_scan"] == one["sparse_attend"] == one["collectives"] == 0
+    # 6.98 billion weights of layers beside the attention's projections and the head, at 4.8 TB/s at most.
+    assert one["projections"] + one["dense_ffn"] > (1.34e9 + 5.64e9) * 2 / 4.8e12 * 1e9
+    near, far = (built.breakdown(step_shape([context] * 8, attend_limit=0)) for context in (1000, 101_000))
+    read = 8 * 100_000 * 32 * 2 * 8 * 128 * 2
+    assert far.device_ns - near.device_ns == pytest.approx(read / (0.8 * 4.8e12) * 1e9, rel=1e-6)
+    with pytest.raises(ConfigError, match="has no experts to spread"):
+        cost("h200", "llama-3.1-8b", "ep2", "bf16")
+    with pytest.raises(ConfigError, match="feed-forward 14344 wide"):
+        check_layout(parse_layout("tp16"), dataclasses.replace(load_shape("llama-3.1-8b"), dense_ffn=14336 + 8), 16)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from longturn.errors import ConfigError
+from longturn.simulate.acceptance import Acceptance
 from longturn.simulate.cost.memory import chip_memory, transfer_ns
 from longturn.simulate.cost.options import CostOptions
 from longturn.simulate.cost.step import StepShape
@@ -46,12 +47,11 @@ def test_pages_are_what_the_chips_hold() -> None:
     deployment = parse_deployment("tp4")
     memory = chip_memory(one.platform, one.shape, deployment.layout, one.formats)
     spec = engine_spec(one, deployment)
-    assert (spec.info.pages, spec.info.page_bytes, spec.near_pages) == (memory.pages, memory.page_bytes, None)
+    assert (spec.info.pages, spec.info.page_bytes, spec.info.host_pages) == (memory.pages, memory.page_bytes, 0)
     assert (spec.engines, spec.lockstep, spec.scheduler.step_tokens) == (1, 1, 8192)
     two = engine_spec(dataclasses.replace(one, host_bytes=100 * 10**9), deployment)
-    assert two.near_pages == memory.pages and two.transfer_ns is not None
-    assert two.info.pages == memory.pages + 100 * 10**9 // memory.page_bytes
-    assert two.transfer_ns(50) == transfer_ns(one.platform, memory.page_bytes, 50)
+    assert (two.info.pages, two.info.host_pages) == (memory.pages, 100 * 10**9 // memory.page_bytes)
+    assert two.copy_ns == pytest.approx(transfer_ns(one.platform, memory.page_bytes, 16) / 16, abs=1)
     less = engine_spec(dataclasses.replace(one, memory_share=0.8), deployment)
     assert less.info.pages < memory.pages
 
@@ -61,10 +61,13 @@ def test_ranks_with_attention_of_their_own_are_engines_in_lockstep() -> None:
     assert (spec.engines, spec.lockstep) == (8, 4)
 
 
-def test_the_budget_of_a_verified_step_is_spread_over_its_round() -> None:
-    options = CostOptions(drafter=load_drafter("eagle3-gqa-m3", 3))
-    spec = engine_spec(target(options=options, settings={"scheduler.step_tokens": 4170}), parse_deployment("tp4"))
-    assert spec.scheduler.step_tokens == 1500 and spec.model.accepted == 2.78
+def test_a_time_between_tokens_is_that_of_a_step_by_the_tokens_it_brings() -> None:
+    acceptance = Acceptance((0.9, 0.6), 3)
+    options = CostOptions(drafter=load_drafter("eagle3-gqa-m3", 2))
+    drafted = target(options=options, acceptance=acceptance, settings={"scheduler.target_itl_ms": 8.0})
+    spec = engine_spec(drafted, parse_deployment("tp4"))
+    assert spec.scheduler.target_itl_ms == pytest.approx(8.0 * 2.5) and spec.acceptance is acceptance
+    assert spec.scheduler.step_tokens == 8192 and spec.model.tokens_per_row == 3
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

@@ -1,20 +1,16 @@
-"""The simulated device: steps one after the other, ranks in lockstep, pages in host memory."""
+"""The simulated device: steps one after the other, ranks in lockstep."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from longturn.engine.clock import VirtualClock
 from longturn.engine.protocols import ExecutorInfo
-from longturn.engine.records import NewRow, RowWork, SamplingParams, StepPlan
+from longturn.engine.records import RowWork, StepPlan
 from longturn.errors import ConfigError
+from longturn.simulate.copies import PageCopies
 from longturn.simulate.executor import Lockstep, SimulatedExecutor
-from longturn.simulate.host_tier import HostTier
-from longturn.simulate.pricing import Pricer
+from longturn.simulate.pricing import shape_of
 from longturn.simulate.router import LeastLoaded, RoundRobin, SessionAffinity, make_router
 from longturn.simulate.tally import SAMPLE_EVERY, Tally, merged
 from tests.simulate.sessions import PlainModel
@@ -29,7 +25,7 @@ def plan(step: int, rows: int = 1) -> StepPlan:
 def executor(clock: VirtualClock, model: PlainModel | None = None) -> tuple[SimulatedExecutor, Tally]:
     model = model or PlainModel(fixed=100, row=10, host=7)
     tally = Tally(model)
-    return SimulatedExecutor(INFO, Pricer(model), clock, tally), tally
+    return SimulatedExecutor(INFO, model, clock, tally), tally
 
 
 def test_a_step_launched_behind_another_begins_when_that_ends() -> None:
@@ -41,15 +37,28 @@ def test_a_step_launched_behind_another_begins_when_that_ends() -> None:
     assert first.result().step_id == 1 and clock.now_ns() == 1237, "time does not run back"
     clock.advance(1000)
     assert device.launch(plan(3)).end_ns == 2237 + 117, "idle: the host's time is not hidden"
-    assert (tally.steps, tally.busy_ns) == (2, 230), "the last round is still open"
+    assert (tally.steps, tally.busy_ns) == (3, 340), "host time that is not hidden is not the device's"
 
 
-def test_ranks_of_one_replica_wait_for_the_slowest_in_flight() -> None:
+def test_ranks_that_begin_together_end_together() -> None:
     together = Lockstep(3)
     assert together.stretched(0, 0, 100) == 100
-    assert together.stretched(1, 50, 30) == 100, "rank 0 is in a step of 100"
-    assert together.stretched(2, 200, 30) == 30, "all have ended"
-    assert together.stretched(0, 210, 90) == 90
+    assert together.stretched(1, 0, 30) == 100, "rank 0 is in a step of 100"
+    assert together.stretched(2, 0, 150) == 150, "launched later and longer: rank 0 knows nothing of it yet"
+    assert together.stretched(0, 100, 20) == 50 + 20, "it waits for the end of rank 2's step"
+    assert together.stretched(1, 100, 40) == 50 + 40
+    assert together.stretched(2, 150, 10) == 40, "all are together again, and rank 1 is the slowest"
+    assert together.stretched(0, 300, 7) == 7, "all have ended"
+
+
+def test_one_long_step_does_not_echo_between_ranks() -> None:
+    together = Lockstep(2)
+    ends = [together.stretched(0, 0, 1000), 400 + together.stretched(1, 400, 10)]
+    assert ends == [1000, 1010], "rank 1 waits, and then computes"
+    for _ in range(20):
+        for rank in (0, 1):
+            ends[rank] += together.stretched(rank, ends[rank], 10)
+    assert max(ends) <= 1010 + 20 * 20, "as long as the steps themselves, and not 1000 each"
 
 
 def test_tallies_add_up_and_sample() -> None:
@@ -57,10 +66,8 @@ def test_tallies_add_up_and_sample() -> None:
     for _ in range(2):
         tally = Tally(PlainModel(fixed=75, row=25))
         for number in range(2 * SAMPLE_EVERY):
-            work = [RowWork(0, 5 + number, 1, True)]
-            pricer = Pricer(tally.model)
-            pricer.price(work, idle=False)
-            tally.add(*pricer.round)
+            shape = shape_of([RowWork(0, 5 + number, 1, True)], 1, 0)
+            tally.add(shape, tally.model.step_ns(shape))
         tallies.append(tally)
     total = merged(tallies)
     assert (total.steps, total.busy_ns, total.rows) == (4 * SAMPLE_EVERY, 400 * SAMPLE_EVERY, 4 * SAMPLE_EVERY)
@@ -69,34 +76,21 @@ def test_tallies_add_up_and_sample() -> None:
     assert tallies[0].steps == 0 and tallies[0].band == 0.0 and tallies[0].shares() == {}
 
 
-class TwinTier:
-    """The same by the book: an ordered dictionary, one page at a time."""
-
-    def __init__(self, room: int) -> None:
-        self.room, self.near = room, OrderedDict[int, None]()
-
-    def use(self, page: int) -> bool:
-        """Whether it had to be fetched."""
-        missing = page not in self.near
-        self.near[page] = None
-        self.near.move_to_end(page)
-        return missing
+def test_the_scale_of_a_band_multiplies_steps_and_what_the_scheduler_is_told() -> None:
+    model = PlainModel(fixed=100, row=10, host=7)
+    slow = SimulatedExecutor(INFO, model, VirtualClock(), Tally(model), scale=1.5)
+    step = slow.launch(plan(1))
+    assert step.end_ns == 165 + 7 and step.result().elapsed_ns == 165
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(1, 12), unique=True, max_size=6), st.integers(0, 6)), max_size=30))
-def test_host_tier_fetches_filled_pages_that_left_the_chips(uses: list[tuple[list[int], int]]) -> None:
-    tier, twin = HostTier(8, lambda pages: 10 * pages), TwinTier(8)
-    for step, (pages, filled) in enumerate(uses):
-        filled = min(filled, len(pages))
-        row = NewRow(0, "r", b"", 1, tuple(pages), SamplingParams(max_tokens=1))
-        expected = 0
-        for place, page in enumerate(pages):
-            expected += twin.use(page) and place < filled
-        while len(twin.near) > twin.room:
-            twin.near.popitem(last=False)
-        work = (RowWork(0, filled * 128, 1, False),)
-        assert tier.fetch_ns(StepPlan(step, work, (row,))) == 10 * expected
-    assert tier.fetch_ns(StepPlan(99, ())) == 0
+def test_a_plan_without_work_takes_no_time_but_that_of_its_copies() -> None:
+    model, clock = PlainModel(fixed=100, row=10, host=7), VirtualClock(1000)
+    tally = Tally(model)
+    device = SimulatedExecutor(INFO, model, clock, tally, copies=PageCopies(40, 1))
+    waits = device.launch(StepPlan(1, (), load_pages=((0, 3), (1, 4))))
+    assert waits.end_ns == 1000
+    assert waits.result().loaded_pages == (3, 4) and clock.now_ns() == 1080 and tally.steps == 0
+    assert device.launch(plan(2)).end_ns == 1080 + 117, "the device was idle meanwhile"
 
 
 def test_session_affinity_keeps_sessions_and_balances_new_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -69,3 +70,12 @@ def test_moving_pages() -> None:
     assert transfer_ns(platform, 1 << 20, 0) == 0
     assert transfer_ns(platform, 1 << 20, 64) == pytest.approx(10_000 + 64 * (1 << 20) / (64e9 * 0.85) * 1e9, abs=1)
     assert transfer_ns(platform.scaled(host_link_bandwidth=2.0), 1 << 20, 64) < transfer_ns(platform, 1 << 20, 64)
+
+
+def test_a_dense_model_by_hand() -> None:
+    shape, layout = load_shape("llama-3.1-8b"), parse_layout("tp1")
+    assert weight_bytes(shape, layout, formats_named("bf16")) / 2 == pytest.approx(8.03e9, rel=0.002), "its parameters"
+    assert page_bytes(shape, layout, formats_named("bf16")) == 128 * 32 * 2 * 8 * 128 * 2
+    tied = dataclasses.replace(shape, tied=True)
+    less = weight_bytes(shape, layout, formats_named("bf16")) - weight_bytes(tied, layout, formats_named("bf16"))
+    assert less == 128256 * 4096 * 2

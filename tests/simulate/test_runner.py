@@ -10,6 +10,7 @@ from longturn.bench.hit_rate import hit_rate
 from longturn.bench.metrics import e2e_s, itl_s, ttft_s
 from longturn.bench.traces.load import load_traces
 from longturn.errors import ConfigError
+from longturn.simulate.acceptance import Acceptance, survival_of
 from longturn.simulate.cost.options import KERNELS, CostOptions, HostTime
 from longturn.simulate.cost.step import StepShape, step_shape
 from longturn.simulate.deployment import Target, engine_spec, parse_deployment
@@ -53,11 +54,28 @@ def test_one_session_alone_takes_what_its_steps_take() -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_a_drafter_divides_the_time_between_tokens(run_ahead: bool) -> None:
-    model = PlainModel(fixed=1_000_000, row=0, token=0, tokens_per_row=4, accepted=2.5)
-    engines = spec(model, scheduler={"run_ahead": run_ahead})
-    done = simulate(engines, run([tree("s", turns=1, start=32, step=0, out=201)], 1, rules=FROM_START))
-    assert itl_s(done.measurement.turns[0].record.answer) == pytest.approx(1e-3 / 2.5, rel=0.01)
+def test_a_drafter_takes_as_many_steps_as_its_draws_say(run_ahead: bool) -> None:
+    model = PlainModel(fixed=1_000_000, row=0, token=0, tokens_per_row=4)
+    acceptance = Acceptance(survival_of([1.79, 2.39, 2.78], 3), seed=7)
+    engines = dataclasses.replace(spec(model, scheduler={"run_ahead": run_ahead}), acceptance=acceptance)
+    done = simulate(engines, run([tree("s", turns=1, start=32, step=0, out=1001)], 1, rules=FROM_START))
+    answer = done.measurement.turns[0].record.answer
+    steps = len(acceptance.progress("s:0:0:0:0", 1001)) - 1
+    assert answer.output_tokens == 1001
+    assert answer.end_ns - answer.chunks[0].at_ns == steps * 1_000_000, "the closed form"
+    assert itl_s(answer) == pytest.approx(1e-3 / acceptance.mean, rel=0.05)
+
+
+def test_draws_are_equal_whatever_the_speed() -> None:
+    acceptance = Acceptance((0.8, 0.5), seed=7)
+    load = run(sessions(), 1, rules=dataclasses.replace(FROM_START, duration_s=30.0))  # type: ignore[arg-type]
+    steps = []
+    for scale in (1.0, 3.0):
+        model = PlainModel(fixed=1_000_000, row=0, token=0, tokens_per_row=3)
+        done = simulate(dataclasses.replace(spec(model), acceptance=acceptance, scale=scale), load)
+        answers = [turn.record.answer for turn in done.measurement.turns][:8]
+        steps.append([round((answer.end_ns - answer.chunks[0].at_ns) / scale / 1e6) for answer in answers])
+    assert steps[0] == steps[1] and len(set(steps[0])) > 1
 
 
 def test_one_session_alone_on_a_platform_takes_what_the_cost_model_says() -> None:

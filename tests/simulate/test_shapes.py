@@ -13,7 +13,7 @@ from longturn.simulate.shapes import load_shape, model_shape, preset_names
 
 
 def test_presets() -> None:
-    assert preset_names() == ("m3", "m3-mini60", "m3-slice8", "m3.1-flash")
+    assert preset_names() == ("llama-3.1-8b", "m3", "m3-mini60", "m3-slice8", "m3.1-flash")
     m3, flash = load_shape("m3"), load_shape("m3.1-flash")
     assert (m3.sparse_layers, m3.dense_layers, m3.moe_layers) == (57, 3, 57)
     assert (flash.sparse_layers, flash.dense_layers, flash.moe_layers) == (60, 0, 57)
@@ -72,3 +72,41 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read as JSON"):
         load_shape(str(tmp_path))
+
+
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "intermediate_size": 4864,
+    "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 32768,
+}  # fmt: skip
+
+
+def test_dense_models() -> None:
+    llama, qwen = load_shape("llama-3.1-8b"), model_shape(QWEN, "qwen")
+    assert (llama.dense_layers, llama.moe_layers, llama.sparse_layers, llama.dense_ffn) == (32, 0, 0, 14336)
+    assert (qwen.head_dim, qwen.kv_heads, qwen.tied, llama.tied) == (64, 2, True, False)
+    plain = {key: value for key, value in QWEN.items() if key != "architectures"}
+    assert model_shape(plain, "qwen") == qwen, "without experts and without a name it is taken as dense"
+    alone = {key: value for key, value in plain.items() if key != "num_key_value_heads"}
+    assert model_shape(alone, "x").kv_heads == 14
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings"])
+def test_a_missing_key_of_a_dense_model_is_one_line(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"model x: the cost model needs {key}"):
+        model_shape({name: value for name, value in QWEN.items() if name != key}, "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"use_sliding_window": True}, "no sliding-window attention"),
+        ({"use_sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]}, "no sliding-window"),
+        ({"num_key_value_heads": 4}, "14 heads are not a multiple of 4"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "architecture 'DeepseekV3ForCausalLM' is not known"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "'MixtralForCausalLM' is not known"),
+    ],
+)
+def test_models_that_are_not_known_say_what_is(change: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        model_shape({**QWEN, **change}, "x")

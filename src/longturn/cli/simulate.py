@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from longturn.cli.agentx import PRESET_NAMES, concurrency
 from longturn.cli.options import check_number
 from longturn.errors import ConfigError
+from longturn.simulate.acceptance import RULES
 
 if TYPE_CHECKING:
     from longturn.report.point import Point
@@ -52,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Flags for what is simulated."""
     group = parser.add_argument_group("what is simulated")
-    group.add_argument("--model", default="m3", metavar="NAME", help="m3, m3.1-flash ..., or a config.json [m3]")
+    group.add_argument(
+        "--model", default="m3", metavar="NAME", help="m3, m3.1-flash, llama-3.1-8b ..., or a config.json [m3]"
+    )
     group.add_argument(
         "--platform",
         default="gb300",
@@ -65,6 +68,13 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kernels", metavar="FAMILY", help="kernel family of the platform's calibration [its default]")
     group.add_argument(
         "--drafter", metavar="NAME:K", help="draft model and drafts a step, such as eagle3-gqa-m3:3 [none]"
+    )
+    group.add_argument(
+        "--acceptance",
+        choices=RULES,
+        default="positions",
+        help="accepted drafts: drawn by position, or as the benchmark has it for synthetic acceptance, the "
+        "mean's whole part always and the rest as a coin toss [positions]",
     )
     group.add_argument("--no-locality", action="store_true", help="weights not placed by locality domain (Vera Rubin)")
     group.add_argument(
@@ -116,6 +126,10 @@ def add_load(parser: argparse.ArgumentParser, *, concurrency_default: str) -> No
     load.add_argument(
         "--scale-context", type=float, default=1.0, metavar="F", help="shrink sessions, keeping their structure [1]"
     )
+    load.add_argument(
+        "--median-input", type=int, metavar="N", help="stretch prompts until their median is N tokens [as recorded]"
+    )
+    load.add_argument("--median-output", type=int, metavar="N", help="the same for answers [as recorded]")
     load.add_argument("--no-split", action="store_true", help="look for no agents in flattened captures")
     load.add_argument("--derive-system", action="store_true", help="find system prompts that captures do not declare")
 

@@ -25,7 +25,6 @@ from longturn.report.point import (
     Point,
     Speculation,
     Traces,
-    Validity,
 )
 from longturn.simulate.linear import StepsPlatform
 from longturn.simulate.runner import Outcome
@@ -49,7 +48,6 @@ def make_simulated_point(
     """
     chips = variant.deployment.chips
     point = make_point(_setting(plan, variant, lanes), plan.trees, nominal.measurement, lanes)
-    reasons = [*point.validity.reasons, *_reasons(plan, nominal)]
     shares = sorted(nominal.tally.shares().items(), key=lambda item: -item[1])
     duration_s = plan.rules.duration_s
     ended_ns = max((turn.record.answer.end_ns for turn in nominal.measurement.turns), default=0)
@@ -60,8 +58,10 @@ def make_simulated_point(
         "duration_s": f"{duration_s:g}",
         "warmup_requests": str(nominal.measurement.warmup_requests),
         "busy": f"{nominal.tally.busy_ns / elapsed_ns:.3f}",
+        "step_band": f"{band_of(nominal):.3f}",
         "preemptions": str(nominal.preemptions),
         "evictions": str(nominal.evictions),
+        **_host_tier(plan, nominal),
         "time": ", ".join(f"{name} {share:.0%}" for name, share in shares[:_TOP]),
     }
     return msgspec.structs.replace(
@@ -70,10 +70,20 @@ def make_simulated_point(
         client=f"longturn-simulate {longturn_version()}",
         layout=_layout(variant),
         speculation=_speculation(plan),
-        validity=Validity(valid=point.validity.valid, reasons=tuple(reasons)),
         flags=flags,
         band=None if ends is None else _band(nominal, ends, chips),
     )
+
+
+def _host_tier(plan: SimulationPlan, outcome: Outcome) -> dict[str, str]:
+    """What went between the tiers, if there are two."""
+    if isinstance(plan.target, StepsPlatform) or not plan.target.host_bytes:
+        return {}
+    return {
+        "offloaded_pages": str(outcome.offloaded_pages),
+        "loaded_pages": str(outcome.loaded_pages),
+        "host_hit_tokens": str(outcome.host_hit_tokens),
+    }
 
 
 def band_of(outcome: Outcome) -> float:
@@ -99,16 +109,6 @@ def _bound(outcome: Outcome, chips: int) -> Bound:
         output_tokens_per_s=figures.output_tokens_per_s,
         ttft_ms=figures.ttft_ms,
     )
-
-
-def _reasons(plan: SimulationPlan, outcome: Outcome) -> list[str]:
-    found = []
-    if outcome.crowded > 0:
-        found.append(
-            f"crowded: in {outcome.crowded:.0%} of the samples requests held more pages than the chips' memory has; "
-            "an engine with host memory as a second tier would have let some wait"
-        )
-    return found
 
 
 def _setting(plan: SimulationPlan, variant: Variant, lanes: int) -> Setting:
@@ -142,7 +142,7 @@ def _setting(plan: SimulationPlan, variant: Variant, lanes: int) -> Setting:
             seed=plan.seed,
             preset=plan.rules.preset,
             digest=trace_digest(plan.trees),
-            scale_context=args.scale_context,
+            scale_context=round(args.scale_context * plan.stretch.input, 4),
             max_context=args.max_context,
             dropped_requests=plan.dropped,
         ),
@@ -159,12 +159,16 @@ def _setting(plan: SimulationPlan, variant: Variant, lanes: int) -> Setting:
 def _flags(plan: SimulationPlan, variant: Variant) -> dict[str, str]:
     args, target = plan.args, plan.target
     found = {"layout": variant.deployment.name, "router": args.router, "request_ms": f"{plan.request_ns / 1e6:g}"}
+    if plan.stretch.output != 1.0:
+        found["scale_output"] = f"{plan.stretch.output:.4g}"
     if isinstance(target, StepsPlatform):
         return {**found, "calibration": f"{target.source}, {target.date}"}
     family = target.platform.family(target.options.family)
     found |= {"kernels": f"{family.name}, {family.date}", "memory_share": f"{target.memory_share:g}"}
     if target.host_bytes:
         found["host_memory_gb"] = f"{target.host_bytes / 1e9:g}"
+    if target.options.drafter is not None:
+        found["acceptance"] = args.acceptance
     if not target.options.locality:
         found["locality"] = "off"
     if target.options.factors:

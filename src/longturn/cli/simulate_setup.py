@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from longturn.bench.presets import Rules
+from longturn.bench.traces.shrink import drop_long
 from longturn.bench.traces.tree import SessionTree
 from longturn.cli.agentx import concurrency
 from longturn.cli.agentx_sweep import plan_sweep
+from longturn.config import PAGE_TOKENS
 from longturn.errors import ConfigError
+from longturn.simulate.acceptance import Acceptance, survival_of, synthetic_survival
 from longturn.simulate.cost.options import CostOptions, Drafter
 from longturn.simulate.deployment import Deployment, Target, engine_spec, parse_deployment
 from longturn.simulate.drafts import load_drafter
@@ -25,6 +28,7 @@ from longturn.simulate.platform import load_platform, platform_path
 from longturn.simulate.replicas import EngineSpec
 from longturn.simulate.shapes import load_shape
 from longturn.simulate.sweep import candidates
+from longturn.simulate.workload import Stretch, stretched
 
 REQUEST_MS = 3.0
 """Rendering and hashing a long conversation's new part, HTTP and a message to the engine: docs/performance.md has
@@ -57,6 +61,8 @@ class SimulationPlan:
     lanes: list[int]
     """Session trees alive at once, one point each."""
     request_ns: int
+    stretch: Stretch = field(default_factory=Stretch)
+    """By how much --median-input and --median-output stretched the sessions."""
     left_out: tuple[str, ...] = ()
     """Layouts that a sweep could not use, with the reason."""
 
@@ -69,9 +75,7 @@ def spec_of(target: Target | StepsPlatform, variant: Variant, *, scale: float = 
     """The engines of one curve. Raises ConfigError as `engine_spec`."""
     if isinstance(target, StepsPlatform):
         return linear_spec(target, variant.settings, scale=scale)
-    fields = {name: getattr(target, name) for name in ("platform", "shape", "formats", "options")}
-    named = Target(**fields, settings=variant.settings, host_bytes=target.host_bytes, memory_share=target.memory_share)
-    return engine_spec(named, variant.deployment, scale=scale)
+    return engine_spec(replace(target, settings=variant.settings), variant.deployment, scale=scale)
 
 
 def plan_simulation(args: argparse.Namespace) -> SimulationPlan:
@@ -81,29 +85,34 @@ def plan_simulation(args: argparse.Namespace) -> SimulationPlan:
         ConfigError: an unknown platform, model, layout ..., a layout that does not fit, or nothing is left to replay.
         TraceError: a trace cannot be read.
     """
-    target = target_of(args)
     settings = settings_of(args.sets)
-    trees, dropped, rules = sessions_of(args)
+    trees, dropped, rules, stretch = sessions_of(args)
     seed = args.seed if args.seed is not None else rules.seed if rules.seed is not None else _DEFAULT_SEED
+    target = target_of(args, seed)
     variants, left_out = _variants(args, target, settings)
     if not variants:
         raise ConfigError(f"no layout of at most {args.chips} chips fits: {left_out[0]}")
     plan = SimulationPlan(
         args, target, tuple(variants), trees, dropped, rules, seed, concurrency(args.concurrency),
-        request_ns_of(args, target), tuple(left_out),
+        request_ns_of(args, target), stretch, tuple(left_out),
     )  # fmt: skip
     for variant in variants:
         check_fits(trees, plan.spec(variant), variant.name)
     return plan
 
 
-def target_of(args: argparse.Namespace) -> Target | StepsPlatform:
-    """The platform, and the model on it where the platform's file does not say. Raises ConfigError."""
+def target_of(args: argparse.Namespace, seed: int) -> Target | StepsPlatform:
+    """The platform, and the model on it where the platform's file does not say. Raises ConfigError.
+
+    Args:
+        seed: of accepted drafts.
+    """
     path = platform_path(args.platform)
     if is_steps_platform(path):
         return load_steps_platform(path)
+    drafter = drafter_of(args.drafter)
     options = CostOptions(
-        family=args.kernels, locality=not args.no_locality, drafter=drafter_of(args.drafter),
+        family=args.kernels, locality=not args.no_locality, drafter=drafter,
         factors=getattr(args, "factors", MappingProxyType({})),
     )  # fmt: skip
     return Target(
@@ -113,7 +122,17 @@ def target_of(args: argparse.Namespace) -> Target | StepsPlatform:
         options=options,
         host_bytes=round(args.host_memory * 1e9),
         memory_share=args.memory_share,
+        acceptance=acceptance_of(drafter, args.acceptance, seed),
     )
+
+
+def acceptance_of(drafter: Drafter | None, rule: str, seed: int) -> Acceptance:
+    """How many drafts are accepted. Raises ConfigError if that was not measured for so many."""
+    if drafter is None:
+        return Acceptance()
+    if rule == "synthetic":
+        return Acceptance(synthetic_survival(drafter.accepted(), drafter.drafts), seed)
+    return Acceptance(survival_of(drafter.acceptance, drafter.drafts), seed)
 
 
 def drafter_of(text: str | None) -> Drafter | None:
@@ -149,12 +168,24 @@ def _value(text: str) -> bool | int | float | str:
     return text
 
 
-def sessions_of(args: argparse.Namespace) -> tuple[list[SessionTree], int, Rules]:
-    """Sessions, how many requests were dropped, and the rules. Raises ConfigError and TraceError."""
-    load = argparse.Namespace(**{**vars(args), "inproc": False, "api": "completions", "token_ids": None})
-    plan = plan_sweep(load)
+def sessions_of(args: argparse.Namespace) -> tuple[list[SessionTree], int, Rules, Stretch]:
+    """Sessions, how many requests were dropped, the rules, and by how much sessions were stretched. Raises ConfigError
+    and TraceError."""
+    as_recorded = args.median_input is None and args.median_output is None
+    load = {**vars(args), "inproc": False, "api": "completions", "token_ids": None}
+    if not as_recorded:
+        load["max_context"] = None  # of the stretched ones
+    plan = plan_sweep(argparse.Namespace(**load))
     check_timings(plan.trees)
-    return plan.trees, plan.dropped, plan.rules
+    if as_recorded:
+        return plan.trees, plan.dropped, plan.rules, Stretch()
+    trees, stretch = stretched(plan.trees, args.median_input, args.median_output)
+    dropped = 0
+    if args.max_context is not None:
+        trees, dropped = drop_long(trees, args.max_context)
+        if not trees:
+            raise ConfigError(f"--max-context {args.max_context} leaves no request of these traces")
+    return trees, dropped, plan.rules, stretch
 
 
 def request_ns_of(args: argparse.Namespace, target: Target | StepsPlatform) -> int:
@@ -169,8 +200,7 @@ def request_ns_of(args: argparse.Namespace, target: Target | StepsPlatform) -> i
 
 def check_fits(trees: list[SessionTree], spec: EngineSpec, name: str) -> None:
     """Raises ConfigError if a request is longer than a simulated engine holds."""
-    pages = spec.near_pages if spec.near_pages is not None else spec.info.pages
-    limit = min(spec.info.max_context_tokens, (pages - 1) * 128)
+    limit = min(spec.info.max_context_tokens, (spec.info.pages - 1) * PAGE_TOKENS)
     tree, longest = max(
         ((tree, request) for tree in trees for request in tree.requests()),
         key=lambda pair: pair[1].input_tokens + pair[1].output_tokens,
@@ -234,11 +264,13 @@ def command_of(args: argparse.Namespace, layout: str, lanes: int, settings: Mapp
     for flag, value in (
         ("--kernels", args.kernels), ("--drafter", args.drafter), ("--duration", args.duration),
         ("--seed", args.seed), ("--max-context", args.max_context), ("--request-ms", args.request_ms),
+        ("--median-input", args.median_input), ("--median-output", args.median_output),
     ):  # fmt: skip
         parts += [flag, f"{value:.15g}" if isinstance(value, float) else str(value)] if value is not None else []
     for flag, value, usual in (
         ("--host-memory", args.host_memory, 0.0), ("--memory-share", args.memory_share, 0.9),
         ("--scale-context", args.scale_context, 1.0), ("--router", args.router, "session"),
+        ("--acceptance", args.acceptance, "positions"),
     ):  # fmt: skip
         parts += [flag, f"{value:g}" if isinstance(value, float) else value] if value != usual else []
     for name, value in settings.items():

@@ -11,6 +11,7 @@ from typing import Any
 from longturn.config import CacheConfig, SchedulerConfig, config_from_dict
 from longturn.engine.protocols import ExecutorInfo
 from longturn.errors import ConfigError
+from longturn.simulate.acceptance import Acceptance
 from longturn.simulate.cost.memory import MEMORY_SHARE, chip_memory, transfer_ns
 from longturn.simulate.cost.model import StepCost
 from longturn.simulate.cost.options import CostOptions
@@ -24,11 +25,13 @@ from longturn.simulate.shapes import ModelShape
 SCHEDULER: Mapping[str, Any] = {
     "max_running": 256,
     "step_tokens": 8192,
-    "target_itl_ms": 25.0,
+    "target_itl_ms": 0.0,
     "max_waiting": 4096,
 }
 """Settings for accelerators, where those of `SchedulerConfig` are for a CPU: published recipes compute 8,192 to 16,384
-tokens a step and 256 requests or more."""
+tokens a step and 256 requests or more, and aim at no time for a step."""
+COPIED_TOGETHER = 16
+"""Pages that share the fixed time of a copy, as the executor groups them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,10 @@ class Target:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """`scheduler` and `cache` settings as `longturn serve` has them, by dotted name."""
     host_bytes: int = 0
-    """Host memory for each chip's pages; 0 is the engine as it is, without a second tier."""
+    """Host memory for each chip's pages; 0: no second tier."""
     memory_share: float = MEMORY_SHARE
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    """Of the drafter in `options`."""
 
 
 def scheduler_settings(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[SchedulerConfig, CacheConfig]:
@@ -119,10 +124,6 @@ def engine_spec(target: Target, deployment: Deployment, *, scale: float = 1.0) -
     memory = chip_memory(
         target.platform, target.shape, layout, target.formats, options.drafter, share=target.memory_share
     )
-    model = PlatformModel(cost)
-    # A round of steps stands for one verified step (`pricing`), and the budget is of that one.
-    budget = max(1, round(scheduler.step_tokens / model.accepted))
-    far = target.host_bytes // memory.page_bytes
     there = target.platform.value("host_memory_bytes")
     if target.host_bytes > there:
         raise ConfigError(
@@ -131,21 +132,24 @@ def engine_spec(target: Target, deployment: Deployment, *, scale: float = 1.0) -
         )
     info = ExecutorInfo(
         rows=scheduler.max_running,
-        pages=memory.pages + far,
+        pages=memory.pages,
         page_bytes=memory.page_bytes,
         max_context_tokens=target.shape.max_context,
         vocab_size=target.shape.vocab,
         device=f"{layout.chips} x {target.platform.name}, simulated",
         copies_pages=True,
+        host_pages=target.host_bytes // memory.page_bytes,
     )
+    # The setting is a time between tokens, and a verified step brings several.
+    target_itl_ms = scheduler.target_itl_ms * target.acceptance.mean
     return EngineSpec(
         info=info,
-        model=model,
-        scheduler=dataclasses.replace(scheduler, step_tokens=budget),
+        model=PlatformModel(cost),
+        scheduler=dataclasses.replace(scheduler, target_itl_ms=target_itl_ms),
         cache=cache,
         engines=deployment.replicas * layout.attention_dp,
         lockstep=layout.attention_dp,
-        near_pages=memory.pages if far else None,
-        transfer_ns=(lambda pages: transfer_ns(target.platform, memory.page_bytes, pages)) if far else None,
+        copy_ns=transfer_ns(target.platform, memory.page_bytes, COPIED_TOGETHER) // COPIED_TOGETHER,
+        acceptance=target.acceptance,
         scale=scale,
     )

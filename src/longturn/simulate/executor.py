@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from longturn.engine.clock import VirtualClock
 from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import RowResult, StepPlan, StepResult
-from longturn.simulate.host_tier import HostTier
-from longturn.simulate.pricing import Pricer
+from longturn.simulate.copies import PageCopies
+from longturn.simulate.pricing import StepModel, shape_of
 from longturn.simulate.tally import Tally
 
 _TOKEN = (0,)
@@ -22,7 +22,7 @@ _TOKEN = (0,)
 class SimulatedStep:
     """A step in flight; implements `engine.protocols.StepHandle`."""
 
-    __slots__ = ("_clock", "_executor", "_plan", "_rows", "_told_ns", "end_ns")
+    __slots__ = ("_clock", "_executor", "_plan", "_rows", "_step_ns", "end_ns")
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class SimulatedStep:
         plan: StepPlan,
         rows: Sequence[RowResult],
         clock: VirtualClock,
-        told_ns: int,
+        step_ns: int,
         end_ns: int,
     ) -> None:
         self._executor = executor
         self._plan = plan
         self._rows = rows
         self._clock = clock
-        self._told_ns = told_ns
+        self._step_ns = step_ns
         self.end_ns = end_ns
 
     def done(self) -> bool:
@@ -47,30 +47,33 @@ class SimulatedStep:
         left_ns = self.end_ns - self._clock.now_ns()
         if left_ns > 0:
             self._clock.advance(left_ns)
-        self._executor.read(self)
-        return StepResult(self._plan.step_id, tuple(self._rows), self._told_ns)
+        loaded = self._executor.read(self, self._plan)
+        return StepResult(self._plan.step_id, tuple(self._rows), self._step_ns, loaded)
 
 
 class Lockstep:
-    """Ranks with attention of their own that compute experts together: none is faster than the slowest.
+    """Ranks with attention of their own that compute experts together: layer by layer, none is faster than the slowest.
 
-    A rank knows the steps that others have launched so far. So a step lasts as long as the longest one in flight
-    anywhere when it begins; what another rank launches later holds up the step after it.
+    A rank knows the steps that others have launched so far. Steps that begin together end together, if the longer one
+    was launched first. A step that would begin in the middle of another rank's waits for that one's end: so ranks that
+    have come apart are together again one step later.
     """
 
     __slots__ = ("_flying",)
 
     def __init__(self, ranks: int) -> None:
         self._flying = [(0, 0)] * ranks
-        """(end, duration) of each rank's last launched step."""
+        """(begin, end) of each rank's last launched step."""
 
     def stretched(self, rank: int, start_ns: int, step_ns: int) -> int:
-        """How long a step that would take `step_ns` alone takes together."""
-        for other, (end_ns, duration_ns) in enumerate(self._flying):
-            if other != rank and end_ns > start_ns and duration_ns > step_ns:
-                step_ns = duration_ns
-        self._flying[rank] = (start_ns + step_ns, step_ns)
-        return step_ns
+        """How long after `start_ns` a step ends that would take `step_ns` alone."""
+        others = [span for number, span in enumerate(self._flying) if number != rank]
+        begin_ns = start_ns
+        while (later := max((end for begin, end in others if begin < begin_ns < end), default=0)) > begin_ns:
+            begin_ns = later
+        end_ns = max([begin_ns + step_ns, *(end for begin, end in others if begin == begin_ns)])
+        self._flying[rank] = (begin_ns, end_ns)
+        return end_ns - start_ns
 
 
 class SimulatedExecutor:
@@ -79,31 +82,34 @@ class SimulatedExecutor:
     def __init__(
         self,
         info: ExecutorInfo,
-        pricer: Pricer,
+        model: StepModel,
         clock: VirtualClock,
         tally: Tally,
         *,
+        scale: float = 1.0,
         lockstep: Lockstep | None = None,
         rank: int = 0,
-        tier: HostTier | None = None,
+        copies: PageCopies | None = None,
     ) -> None:
         """
         Args:
             info: rows and pages, as the real engine would have them.
-            pricer: of this engine's steps.
+            model: of this engine's steps.
             clock: of this engine alone.
             tally: where the time goes is added up there.
+            scale: all steps take this many times as long: for the ends of an uncertainty band.
             lockstep: of all ranks that compute experts together, if there are several.
             rank: of this one among them.
-            tier: if some pages of `info` lie in host memory.
+            copies: between pages and host memory, if `info` has host pages.
         """
         self._info = info
-        self._pricer = pricer
+        self._model = model
         self._clock = clock
         self._tally = tally
+        self._scale = scale
         self._lockstep = lockstep
         self._rank = rank
-        self._tier = tier
+        self._copies = copies
         self._end_ns = -1
         self._last: SimulatedStep | None = None
         """The step launched last, until it is read."""
@@ -114,28 +120,32 @@ class SimulatedExecutor:
         return self._info
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
-        pricer = self._pricer
+        model = self._model
         now_ns = self._clock.now_ns()
-        # The steps of a round but its first take no time: one that is still unread may have ended by now.
         idle = self._last is None and now_ns > self._end_ns
         start_ns = now_ns if idle else self._end_ns
-        if idle or pricer.ends_round:
-            self._tally.add(*pricer.round)
-        ns, told_ns = pricer.price(plan.work, idle)
-        if self._lockstep is not None:
-            ns = self._lockstep.stretched(self._rank, start_ns, ns)
-        if self._tier is not None:
-            ns += self._tier.fetch_ns(plan)
+        if self._copies is not None:
+            start_ns = self._copies.begin(plan, start_ns, now_ns)
+        step_ns = ns = 0
+        if plan.work:
+            shape = shape_of(plan.work, model.tokens_per_row, model.attend_limit)
+            step_ns = ns = round(model.step_ns(shape) * self._scale)
+            self._tally.add(shape, step_ns)
+            if idle:
+                ns += model.exposed_ns(shape)
+            if self._lockstep is not None:
+                ns = self._lockstep.stretched(self._rank, start_ns, ns)
         self._end_ns = start_ns + ns
         results = self._results
         rows = [results[item.row] for item in plan.work if item.samples]
-        self._last = SimulatedStep(self, plan, rows, self._clock, told_ns, self._end_ns)
+        self._last = SimulatedStep(self, plan, rows, self._clock, step_ns, self._end_ns)
         return self._last
 
-    def read(self, step: SimulatedStep) -> None:
-        """A step's result has been read."""
+    def read(self, step: SimulatedStep, plan: StepPlan) -> tuple[int, ...]:
+        """A step's result is being read; the pages whose load has come to its end since the last."""
         if self._last is step:
             self._last = None
+        return () if self._copies is None else self._copies.ended(plan, self._clock)
 
     def close(self) -> None:
         """Nothing is held."""

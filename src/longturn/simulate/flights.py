@@ -25,11 +25,16 @@ class Flight:
     key: RequestKey
     sent_ns: int
     replica: Replica
-    asked_tokens: int
+    progress: tuple[int, ...]
+    """Output tokens after each step that samples for it."""
     first_ns: int = 0
     cached_tokens: int = 0
-    output_tokens: int = 0
-    first_tokens: int = 0
+    steps: int = 0
+    """Steps that have sampled for it."""
+
+    @property
+    def output_tokens(self) -> int:
+        return self.progress[self.steps - 1] if self.steps else 0
 
 
 def turn_of(flight: Flight, send: Send, origin_ns: int, now_ns: int, error: str | None) -> AgentTurn:
@@ -42,7 +47,7 @@ def turn_of(flight: Flight, send: Send, origin_ns: int, now_ns: int, error: str 
         intended_ns=origin_ns + send.due_ns,
         sent_ns=flight.sent_ns,
         end_ns=now_ns,
-        chunks=(Chunk(flight.first_ns, flight.first_tokens),) if flight.output_tokens else (),
+        chunks=(Chunk(flight.first_ns, flight.progress[0]),) if flight.steps else (),
         prompt_tokens=input_tokens if ok else None,
         cached_tokens=flight.cached_tokens if ok else None,
         output_tokens=flight.output_tokens if ok else None,
@@ -50,7 +55,7 @@ def turn_of(flight: Flight, send: Send, origin_ns: int, now_ns: int, error: str 
         error=error,
     )
     record = TurnRecord(live.name, key.index, conversation.label or conversation.kind, send.lane, answer)
-    return AgentTurn(record, conversation.id, send, live.marker, Asked(answer, input_tokens, flight.asked_tokens))
+    return AgentTurn(record, conversation.id, send, live.marker, Asked(answer, input_tokens, flight.progress[-1]))
 
 
 def check_timings(trees: Sequence[SessionTree]) -> None:

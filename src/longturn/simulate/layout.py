@@ -58,8 +58,14 @@ def check_layout(layout: Layout, shape: ModelShape, scale_up_chips: int) -> None
         raise ConfigError(f"layout {layout.name} needs {layout.chips} chips; the scale-up domain has {scale_up_chips}")
     if shape.heads % layout.attention_tp:
         raise ConfigError(f"layout {layout.name}: {shape.heads} heads cannot be split {layout.attention_tp} ways")
+    if layout.expert_ep > 1 and not shape.moe_layers:
+        raise ConfigError(f"layout {layout.name}: {shape.name} has no experts to spread")
     if shape.experts % layout.expert_ep:
         raise ConfigError(f"layout {layout.name}: {shape.experts} experts cannot be spread over {layout.expert_ep}")
+    if not shape.moe_layers and shape.dense_ffn % layout.attention_tp:
+        raise ConfigError(
+            f"layout {layout.name}: a feed-forward {shape.dense_ffn} wide cannot be split {layout.attention_tp} ways"
+        )
     if shape.moe_layers and shape.expert_ffn % layout.expert_tp:
         raise ConfigError(
             f"layout {layout.name}: experts {shape.expert_ffn} wide cannot be split {layout.expert_tp} ways"

@@ -83,7 +83,6 @@ class LinearModel:
     """Implements `pricing.StepModel`."""
 
     tokens_per_row = 1
-    accepted = 1.0
     attend_limit = 0
 
     def __init__(self, constants: StepConstants) -> None:

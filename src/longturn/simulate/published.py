@@ -18,9 +18,10 @@ from longturn.simulate.fit.rubin import rubin_rows
 from longturn.simulate.formats import formats_named
 from longturn.simulate.layout import parse_layout
 from longturn.simulate.platform import Platform, load_platform
-from longturn.simulate.published_data import Group, groups
+from longturn.simulate.published_data import OWN_RUNS, Group, groups
 from longturn.simulate.shapes import load_shape
 
+STEP_KINDS = ("decode", "turn", "mixed", "tpot", "prefill")
 _NS_PER_MS, _NS_PER_US, _NS_PER_S = 1e6, 1e3, 1e9
 
 
@@ -57,14 +58,23 @@ class NotModelled:
 
 
 def compare() -> tuple[Comparison, ...]:
-    """Every point that the cost model alone can predict, in the file's order."""
-    found: list[Comparison] = []
-    for group in groups():
+    """Every published point that the cost model alone can predict, in the file's order."""
+    return _compared(groups())
+
+
+def compare_own() -> tuple[Comparison, ...]:
+    """The same of steps that were measured with Longturn itself."""
+    return _compared(groups(path=OWN_RUNS))
+
+
+def _compared(found: Sequence[Group]) -> tuple[Comparison, ...]:
+    compared: list[Comparison] = []
+    for group in found:
         if group.kind == "experts":
-            found += _experts(group)
-        elif group.kind in ("decode", "tpot", "prefill"):
-            found += _steps(group)
-    return tuple(found)
+            compared += _experts(group)
+        elif group.kind in STEP_KINDS:
+            compared += _steps(group)
+    return tuple(compared)
 
 
 def not_modelled() -> tuple[NotModelled, ...]:
@@ -95,7 +105,7 @@ def report_lines(points: Sequence[Comparison]) -> list[str]:
             for point in mine
         ]
     for platform in dict.fromkeys(point.platform for point in points if point.judged):
-        for kind in ("decode", "tpot", "prefill", "experts"):
+        for kind in (*STEP_KINDS, "experts"):
             mine = [p for p in points if p.judged and p.platform == platform and p.kind == kind]
             if mine:
                 inside = sum(abs(point.error) <= point.band for point in mine)
@@ -127,7 +137,19 @@ def _steps(group: Group) -> list[Comparison]:
             ns, band = fixed_length_tpot_ns(cost, int(requests), *lengths, group.number("chunk_tokens"))
             found.append(_comparison(group, f"{requests:.0f} requests", ns / _NS_PER_MS, value, "ms", band))
         return found
-    for rows, context, value in zip(group.numbers("batch"), group.numbers("context"), published, strict=True):
+    if group.kind in ("turn", "mixed"):
+        batches = group.numbers("batch") if group.kind == "mixed" else (0.0,) * len(published)
+        sizes = zip(batches, group.numbers("context"), group.numbers("new"), published, strict=True)
+        for rows, context, new, value in sizes:
+            chunk = [(int(context), int(new))]
+            parts = cost.breakdown(step_shape([int(context)] * int(rows), chunk, attend_limit=limit, chunk_samples=1))
+            label = f"{rows:.0f} x {context:.0f} + {new:.0f}" if rows else f"{context:.0f} + {new:.0f}"
+            band = parts.band_ns / parts.device_ns
+            found.append(_comparison(group, label, parts.step_ns / _NS_PER_MS, value, "ms", band))
+        return found
+    beside_ms = group.numbers("request_ms") if "request_ms" in group.values else (0.0,) * len(published)
+    points = zip(group.numbers("batch"), group.numbers("context"), beside_ms, published, strict=True)
+    for rows, context, waited_ms, value in points:
         label = f"{rows:.0f} x {context:.0f}"
         if group.kind == "decode":
             parts = cost.breakdown(step_shape([int(context)] * int(rows), attend_limit=limit))
@@ -135,7 +157,8 @@ def _steps(group: Group) -> list[Comparison]:
             found.append(_comparison(group, label, parts.step_ns / _NS_PER_MS, value, "ms", band))
         else:
             ns, band = prefill_ns(cost, int(context), group.number("chunk_tokens"))
-            found.append(_comparison(group, label, context / ns * _NS_PER_S, value, "tokens/s", band))
+            total_ns = rows * ns + waited_ms * _NS_PER_MS
+            found.append(_comparison(group, label, rows * context / total_ns * _NS_PER_S, value, "tokens/s", band))
     return found
 
 

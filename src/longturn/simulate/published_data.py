@@ -11,6 +11,8 @@ from typing import Any
 from longturn.errors import ConfigError
 
 _FILE = Path(__file__).parent / "published.toml"
+OWN_RUNS = Path(__file__).parent / "own_runs.toml"
+"""What was measured with Longturn itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from longturn.config import CacheConfig, SchedulerConfig
 from longturn.engine.clock import VirtualClock
@@ -18,9 +18,10 @@ from longturn.engine.loop import Engine
 from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import EngineRequest, EngineStats, StepOutputs
 from longturn.errors import RequestError
+from longturn.simulate.acceptance import Acceptance
+from longturn.simulate.copies import PageCopies
 from longturn.simulate.executor import Lockstep, SimulatedExecutor
-from longturn.simulate.host_tier import HostTier
-from longturn.simulate.pricing import Pricer, StepModel
+from longturn.simulate.pricing import StepModel
 from longturn.simulate.tally import Tally
 
 _CHECK_INTERVAL_NS = 3_600_000_000_000
@@ -32,7 +33,6 @@ class EngineSpec:
     """What all engines of a deployment are made of."""
 
     info: ExecutorInfo
-    """Pages in host memory, if there are any, are among its pages."""
     model: StepModel
     scheduler: SchedulerConfig
     cache: CacheConfig
@@ -40,10 +40,10 @@ class EngineSpec:
     """How many; those of one replica in lockstep count apart."""
     lockstep: int = 1
     """Engines of one replica: ranks of data-parallel attention that share experts."""
-    near_pages: int | None = None
-    """Pages in the chips' own memory, where some of `info` lie in host memory."""
-    transfer_ns: Callable[[int], int] | None = None
-    """Time of copying so many pages from host memory."""
+    copy_ns: int = 0
+    """Of one page between the chips and their host, if `info` has host pages."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    """How many tokens a row gains in a step."""
     scale: float = 1.0
     """All steps take this many times as long."""
 
@@ -51,7 +51,7 @@ class EngineSpec:
 class Replica:
     """One engine and the requests that have reached it between two of its steps."""
 
-    __slots__ = ("_clock", "_inbox", "busy", "engine", "number", "tally", "tier")
+    __slots__ = ("_clock", "_inbox", "busy", "engine", "number", "tally")
 
     def __init__(
         self,
@@ -65,17 +65,16 @@ class Replica:
         self._inbox: deque[EngineRequest] = deque()
         self.number = number
         self.tally = Tally(spec.model)
-        self.tier: HostTier | None = None
-        if spec.near_pages is not None and spec.transfer_ns is not None:
-            self.tier = HostTier(spec.near_pages, spec.transfer_ns)
+        copies = PageCopies(spec.copy_ns, spec.info.page_bytes) if spec.info.host_pages else None
         executor = SimulatedExecutor(
             spec.info,
-            Pricer(spec.model, scale=spec.scale),
+            spec.model,
             self._clock,
             self.tally,
+            scale=spec.scale,
             lockstep=lockstep,
             rank=rank,
-            tier=self.tier,
+            copies=copies,
         )
         self.engine = Engine(
             executor, spec.scheduler, spec.cache, self._clock, events, check_interval_ns=_CHECK_INTERVAL_NS

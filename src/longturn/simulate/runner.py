@@ -62,10 +62,12 @@ class Outcome:
     """Steps of the measured time, all engines together."""
     preemptions: int
     evictions: int
-    fetched_pages: int
-    """From host memory."""
-    crowded: float
-    """Share of the samples in which requests held more pages than the chips' own memory has."""
+    offloaded_pages: int = 0
+    """Copied to host memory."""
+    loaded_pages: int = 0
+    """Copied back."""
+    host_hit_tokens: int = 0
+    """Prompt tokens that were found in host memory."""
 
 
 class _Event(NamedTuple):
@@ -100,7 +102,6 @@ def simulate(
 class _Simulation:
     def __init__(self, spec: EngineSpec, run: Run, events: Callable[[str], None] | None, engine_events: bool) -> None:
         self._spec = spec
-        self._crowded = 0
         self._run = run
         self._events = events
         self._schedule = Schedule(run.trees, run.rules, run.lanes, run.seed, f"simulated:{run.lanes}")
@@ -125,10 +126,9 @@ class _Simulation:
     def run(self) -> Outcome:
         self._warm_up()
         self._origin_ns = self._now_ns
-        before = [(one.stats().preemptions, one.stats().evictions) for one in self._replicas]
+        before = [one.stats() for one in self._replicas]
         for one in self._replicas:
             one.tally.clear()
-        fetched = sum(one.tier.fetched_pages for one in self._replicas if one.tier is not None)
         self._replay()
         after = [one.stats() for one in self._replicas]
         rules = self._run.rules
@@ -146,10 +146,10 @@ class _Simulation:
         return Outcome(
             measurement,
             merged(one.tally for one in self._replicas),
-            sum(new.preemptions - old for new, (old, _) in zip(after, before, strict=True)),
-            sum(new.evictions - old for new, (_, old) in zip(after, before, strict=True)),
-            sum(one.tier.fetched_pages for one in self._replicas if one.tier is not None) - fetched,
-            self._crowded / max(1, len(self._states)),
+            *(
+                sum(getattr(new, name) - getattr(old, name) for new, old in zip(after, before, strict=True))
+                for name in ("preemptions", "evictions", "offloaded_pages", "loaded_pages", "host_hit_tokens")
+            ),
         )
 
     # --- warm-up -----------------------------------------------------------------------------------------------------
@@ -221,8 +221,6 @@ class _Simulation:
     def _state(self, at_ns: int) -> ServerState:
         stats = [one.stats() for one in self._replicas]
         total = sum(one.pages_total for one in stats)
-        near = self._spec.near_pages
-        self._crowded += near is not None and any(one.pages_used > near for one in stats)
         return ServerState(
             at_ns=at_ns,
             running=sum(one.running for one in stats),
@@ -233,9 +231,11 @@ class _Simulation:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def _send(self, live: LiveTree, key: RequestKey, output_tokens: int, send: Send | None) -> None:
-        request = self._prompts.request(live, key, output_tokens)
+        name = f"{live.tree.id}:{live.lane}:{live.recycle}:{key.conversation}:{key.index}"
+        progress = self._spec.acceptance.progress(name, output_tokens)
+        request = self._prompts.request(live, key, len(progress))
         replica = self._replicas[self._router.choose(live.marker)]
-        self._flights[request.request_id] = Flight(send, live, key, self._now_ns, replica, output_tokens)
+        self._flights[request.request_id] = Flight(send, live, key, self._now_ns, replica, progress)
         if self._events is not None:
             self._events(f"{self._now_ns} send {request.request_id} to {replica.number}")
         self._push(self._now_ns + self._run.request_ns, _ARRIVAL, replica, None, request)
@@ -263,9 +263,9 @@ class _Simulation:
         for output in outputs.outputs:
             flight = self._flights[output.request_id]
             count = len(output.token_ids)
-            if count and not flight.output_tokens:
-                flight.first_ns, flight.first_tokens = self._now_ns, count
-            flight.output_tokens += count
+            if count and not flight.steps:
+                flight.first_ns = self._now_ns
+            flight.steps += count
             if output.finish is not None:
                 flight.cached_tokens = output.cached_tokens
                 del self._flights[output.request_id]

@@ -15,11 +15,15 @@ from typing import Any
 from longturn.errors import ConfigError
 
 _PRESETS = Path(__file__).parent / "models"
+DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures whose layers all are grouped-query attention over everything and a gated feed-forward."""
+_OTHER_KINDS = ("kv_lora_rank", "num_local_experts", "num_experts", "n_routed_experts", "moe_layer_freq")
+"""Keys of models that are not dense, or whose attention compresses its keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model of the MiniMax-M3 family. Widths are elements, counts are counts."""
+    """Sizes of a model of the MiniMax-M3 family, or of a dense one of Llama's kind. Widths are elements."""
 
     name: str
     hidden: int
@@ -44,6 +48,8 @@ class ModelShape:
     """Width of the shared expert; 0 if there is none."""
     dense_ffn: int
     max_context: int
+    tied: bool = False
+    """The head is the embedding table."""
 
     @property
     def dense_layers(self) -> int:
@@ -65,6 +71,14 @@ def model_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise ConfigError(f"model {name}: text_config must be a mapping")
+    architecture = _architecture(config, text)
+    if architecture in DENSE or (architecture is None and not any(key in text for key in _OTHER_KINDS)):
+        return _dense_shape(text, name)
+    if architecture is not None and "moe_layer_freq" not in text:
+        raise ConfigError(
+            f"model {name}: architecture '{architecture}' is not known to the cost model (MiniMax-M3's family, and "
+            f"dense: {', '.join(DENSE)})"
+        )
     sparse = text.get("sparse_attention_config") or {}
     layers = _size(text, "num_hidden_layers", name)
     sparse_flags = _flags(sparse, "sparse_attention_freq", layers, name) if sparse else (0,) * layers
@@ -91,11 +105,58 @@ def model_shape(config: Mapping[str, Any], name: str) -> ModelShape:
         dense_ffn=_size(text, "dense_intermediate_size", name) if has_dense else 0,
         max_context=_size(text, "max_position_embeddings", name),
     )
-    if shape.heads % shape.kv_heads:
-        raise ConfigError(f"model {name}: {shape.heads} heads are not a multiple of {shape.kv_heads} key/value heads")
+    _check_heads(shape)
     if shape.top_experts > shape.experts:
         raise ConfigError(f"model {name}: num_experts_per_tok {shape.top_experts} is over {shape.experts} experts")
     return shape
+
+
+def _dense_shape(text: Mapping[str, Any], name: str) -> ModelShape:
+    layer_types = text.get("layer_types")
+    windowed = text.get("use_sliding_window", text.get("sliding_window") is not None and layer_types is None)
+    if windowed or "sliding_attention" in (layer_types or ()):
+        raise ConfigError(f"model {name}: the cost model has no sliding-window attention")
+    hidden, heads = _size(text, "hidden_size", name), _size(text, "num_attention_heads", name)
+    shape = ModelShape(
+        name=name,
+        hidden=hidden,
+        layers=_size(text, "num_hidden_layers", name),
+        heads=heads,
+        kv_heads=_size(text, "num_key_value_heads", name) if text.get("num_key_value_heads") is not None else heads,
+        head_dim=_size(text, "head_dim", name) if text.get("head_dim") is not None else hidden // heads,
+        vocab=_size(text, "vocab_size", name),
+        sparse_layers=0,
+        index_dim=0,
+        index_heads=0,
+        top_blocks=0,
+        block_tokens=1,
+        moe_layers=0,
+        experts=0,
+        top_experts=0,
+        expert_ffn=0,
+        shared_ffn=0,
+        dense_ffn=_size(text, "intermediate_size", name),
+        max_context=_size(text, "max_position_embeddings", name),
+        tied=bool(text.get("tie_word_embeddings", False)),
+    )
+    _check_heads(shape)
+    return shape
+
+
+def _architecture(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
+    """The first architecture that is named, or None."""
+    for part in (config, text):
+        names = part.get("architectures")
+        if isinstance(names, list) and names and isinstance(names[0], str):
+            return names[0]
+    return None
+
+
+def _check_heads(shape: ModelShape) -> None:
+    if shape.heads % shape.kv_heads:
+        raise ConfigError(
+            f"model {shape.name}: {shape.heads} heads are not a multiple of {shape.kv_heads} key/value heads"
+        )
 
 
 def load_shape(name: str) -> ModelShape:

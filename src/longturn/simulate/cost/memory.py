@@ -45,7 +45,7 @@ def weight_bytes(shape: ModelShape, layout: Layout, formats: Formats, drafter: D
     experts = 3.0 * shape.hidden * shape.expert_ffn * shape.experts * shape.moe_layers / layout.chips
     total = attention * WEIGHT_BYTES[formats.attention] + experts * WEIGHT_BYTES[formats.experts]
     total += ffn / tp * WEIGHT_BYTES[formats.ffn]
-    total += 2.0 * shape.vocab * shape.hidden * 2.0 / tp
+    total += (1.0 if shape.tied else 2.0) * shape.vocab * shape.hidden * 2.0 / tp
     total += shape.moe_layers * shape.hidden * shape.experts * 4.0
     if drafter is not None:
         total += drafter_elements(drafter, shape.hidden) / tp * WEIGHT_BYTES[formats.ffn]

@@ -140,6 +140,8 @@ class StepCost:
         decode, prefill_rms = constants.decode.rms, constants.prefill.rms
         attention = max(decode, prefill_rms, LEAST_RMS[constants.basis])
         known = dict.fromkeys(("projections", "attention_fixed", "index_scan", "sparse_attend"), attention)
+        if not shape.sparse_layers:
+            known["attention_fixed"] = max(attention, ASSUMED_RMS)  # the tables' modules choose blocks; these don't
         if self._experts is not None:
             least_experts = LEAST_RMS[self._experts.basis]
             known["experts"] = max(self._experts.tables.rms, self._experts.uneven_tables.rms, least_experts)

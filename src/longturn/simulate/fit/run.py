@@ -37,7 +37,7 @@ from longturn.simulate.fit.measured import longturn_family
 from longturn.simulate.fit.rubin import fit_rubin_experts
 from longturn.simulate.fit.tables import DATE, SOURCE, Columns, read_table
 from longturn.simulate.platform import Platform, load_platform, load_spec, platform_path
-from longturn.simulate.published_data import groups
+from longturn.simulate.published_data import OWN_RUNS, groups
 
 KERNELS_IN_ATTENTION = 8
 """Launches of one attention module, with which its fixed time is divided to get one small kernel's: quantise,
@@ -115,7 +115,7 @@ def _fit_with_relatives(
             _fit_with_relatives(relative, directory, say, done)
     done[name] = [_fit(name, recipe, directory, say, {key: value[0] for key, value in done.items()})]
     if recipe.own_steps:
-        steps = [group for group in groups("decode") if group.values.get("use") == "fitted"]
+        steps = [group for group in groups("decode", path=OWN_RUNS) if group.values.get("use") == "fitted"]
         own = longturn_family(load_spec(platform_path(name)), done[name][0], steps)
         done[name].append(own)
         say(f"{name} longturn, whole steps: {_told(own.attention['bf16-bf16'].decode)}")
