@@ -154,7 +154,7 @@ async def watch(url: str, pid: int, deadline: float, samples: list[tuple[float, 
     """Every five seconds: seconds since the start, resident megabytes, whether the page pool has been filled once."""
     begin = time.monotonic()
     while time.monotonic() < deadline:
-        full = await metric(url, "longturn:evictions_total") > 0
+        full = await metric(url, "longturn_evictions_total") > 0
         samples.append((time.monotonic() - begin, resident_mb(pid), full))
         if sys.stderr.isatty() or len(samples) % 12 == 1:
             print(f"{samples[-1][0]:7.0f} s   resident {samples[-1][1]:7.0f} MB", file=sys.stderr)
@@ -181,8 +181,8 @@ async def soak(url: str, pid: int, minutes: float, sessions: int) -> Summary:
     # Memory is taken as pages are written for the first time: growth counts from when all of them have been.
     settled = next((mb for _, mb, full in samples if full), None)
     end = resident_mb(pid)
-    used = await metric(url, "longturn:pages_used")
-    leaks = await metric(url, "longturn:leak_faults_total")
+    used = await metric(url, "longturn_pages_used")
+    leaks = await metric(url, "longturn_leak_faults_total")
     growth = end / settled - 1 if settled is not None else None
     failures = list(tally.errors[:5])
     if growth is None:

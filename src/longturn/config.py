@@ -66,7 +66,7 @@ class ModelConfig:
     """fp32: dequantised, exact. packed: 4- and 8-bit blocks, 12-bit activations. auto: as the checkpoint has them."""
     max_context_tokens: Count | None = None
     """Longest prompt plus output; the checkpoint's own limit if None."""
-    tool_parser: Literal["auto", "none", "hermes", "json", "llama_json", "minimax_m3"] = "auto"
+    tool_parser: Literal["auto", "none", "hermes", "json", "llama_json", "minimax_m3", "qwen3_coder"] = "auto"
     """How the model writes tool calls; auto: what its architecture and its chat template say."""
     reasoning_parser: Literal["auto", "none", "minimax_m3", "think"] = "auto"
     """How the model writes reasoning (think: <think>...</think>); auto: as its architecture and chat template say."""
@@ -157,6 +157,8 @@ class ServerConfig:
     """Largest body of one HTTP request; a larger one is answered with 413."""
     request_timeout_s: Duration = 0.0
     """Longest time one request may take; 0 is no limit."""
+    engine_silence_s: Duration = 300.0
+    """An engine that is silent for this long hangs: its requests fail, and it is restarted once; 0 waits for ever."""
     drain_s: Duration = 10.0
     """Time that requests in flight have to finish after SIGTERM; what is left then ends with an error."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"

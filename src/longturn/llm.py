@@ -32,6 +32,7 @@ from longturn.frontend.parsers.base import join_calls
 from longturn.frontend.records import (
     ChatPrompt,
     Prompt,
+    PromptLogprobs,
     TextChunk,
     TextPrompt,
     TextRequest,
@@ -59,6 +60,8 @@ class Completion:
     """What a reasoning model thought before a chat's answer."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Calls that a chat's answer makes, if it was given tools and the model has a parser for them."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """With `prompt_logprobs` in the sampling: the prompt's tokens."""
 
 
 class LLM:
@@ -81,7 +84,7 @@ class LLM:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._closed = False
-        self._engine = InProcessEngine(build_engine(self.config))
+        self._engine = InProcessEngine(build_engine(self.config), silence_s=self.config.server.engine_silence_s)
         try:
             self._frontend = build_frontend(self.config, self._engine)
         except LongturnError:
@@ -255,12 +258,14 @@ async def _collect(chunks: AsyncIterator[TextChunk]) -> Completion:
     logprobs: list[TokenLogprob] = []
     reasoning: list[str] = []
     calls: list[ToolCallDelta] = []
+    scores: PromptLogprobs | None = None
     async for chunk in chunks:
         text.append(chunk.text)
         reasoning.append(chunk.reasoning)
         calls += chunk.tool_calls
         token_ids += chunk.token_ids
         logprobs += chunk.logprobs
+        scores = scores or chunk.prompt_logprobs
         if chunk.finish is not None:
             assert chunk.usage is not None
             return Completion(
@@ -271,5 +276,6 @@ async def _collect(chunks: AsyncIterator[TextChunk]) -> Completion:
                 logprobs=tuple(logprobs),
                 reasoning="".join(reasoning),
                 tool_calls=join_calls(calls),
+                prompt_logprobs=scores,
             )
     raise LongturnError("the engine ended a request without a result")

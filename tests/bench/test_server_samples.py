@@ -32,10 +32,10 @@ def exposition(values: dict[str, list[float]]) -> bytes:
     [
         (
             {
-                "longturn:requests_running": [3],
-                "longturn:requests_waiting": [2],
-                "longturn:pages_total": [40],
-                "longturn:pages_used": [10],
+                "longturn_requests_running": [3],
+                "longturn_requests_waiting": [2],
+                "longturn_pages_total": [40],
+                "longturn_pages_used": [10],
                 "vllm:num_requests_running": [9],
                 "vllm:kv_cache_usage_perc": [0.9],
             },
@@ -51,7 +51,7 @@ def exposition(values: dict[str, list[float]]) -> bytes:
         ),
         ({"vllm:gpu_cache_usage_perc": [1e-3]}, (None, None, 0.001)),
         ({"sglang:num_running_reqs": [7], "sglang:num_queue_reqs": [8], "sglang:token_usage": [0.1]}, (7, 8, 0.1)),
-        ({"longturn:pages_total": [0], "longturn:pages_used": [0]}, (None, None, None)),
+        ({"longturn_pages_total": [0], "longturn_pages_used": [0]}, (None, None, None)),
         ({"other:gauge": [1]}, (None, None, None)),
         ({"vllm:num_requests_running": [float("nan")], "vllm:kv_cache_usage_perc": [1.7]}, (None, None, 1.0)),
     ],

@@ -142,4 +142,4 @@ def test_models_and_paths_that_do_not_exist(server: Server) -> None:
 
 
 def test_nothing_is_left_running(server: Server) -> None:
-    assert server.metric("longturn:requests_running") == 0
+    assert server.metric("longturn_requests_running") == 0

@@ -149,16 +149,16 @@ async def test_a_client_that_goes_away_frees_its_pages(server: Server, stream: b
         response = await request
         async for _ in response:
             break
-        assert server.metric("longturn:pages_used") > 0
+        assert server.metric("longturn_pages_used") > 0
         await response.close()
     else:
         task = asyncio.ensure_future(request)
-        while server.metric("longturn:pages_used") == 0:
+        while server.metric("longturn_pages_used") == 0:
             await asyncio.sleep(0.05)
         task.cancel()
     await client.close()
     begin = time.monotonic()
-    while server.metric("longturn:pages_used") > 0:
+    while server.metric("longturn_pages_used") > 0:
         assert time.monotonic() - begin < 1.0, "pages are not back within a second"
         await asyncio.sleep(0.02)
 

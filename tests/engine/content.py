@@ -22,11 +22,14 @@ from longturn.engine.records import (
     EngineRequest,
     FinishReason,
     NewRow,
+    PromptScores,
     RequestOutput,
     RowResult,
+    RowWork,
     SamplingParams,
     StepPlan,
     StepResult,
+    TokenLogprobs,
     pack_tokens,
     unpack_tokens,
 )
@@ -70,6 +73,11 @@ def oracle(prompt: Sequence[int], sampling: SamplingParams, limit: int) -> tuple
         if len(output) == sampling.max_tokens or len(prompt) + len(output) == limit:
             return output, FinishReason.LENGTH
         state = mix(state, token)
+
+
+def prompt_logprob(number: int, token: int) -> TokenLogprobs:
+    """What a prompt's token is said to have as its log-probability, behind a prefix."""
+    return TokenLogprobs(-float(number % 1009), rank=token + 1)
 
 
 @dataclass
@@ -133,6 +141,8 @@ class ContentExecutor:
             for work in plan.work:
                 self.rows[work.row].tainted = True
         results = [self._compute(work.row, work.start, work.count, work.samples) for work in plan.work]
+        scores = tuple(self._score(work) for work in plan.work if work.scores)
+        assert len(scores) <= 1, "logits of several prompts in one step"
         assert len({work.row for work in plan.work}) == len(plan.work), "a row has two work items in one step"
         assert plan.work or self.info.host_pages, "an empty step"
         self.unread[plan.step_id] = {page for work in plan.work for page in self.rows[work.row].pages}
@@ -140,7 +150,14 @@ class ContentExecutor:
             work.count * self.costs.token + work.count * (work.start + work.count // 2) * self.costs.pair
             for work in plan.work
         )
-        return ContentHandle(self, plan, tuple(r for r in results if r is not None), elapsed)
+        return ContentHandle(self, plan, tuple(r for r in results if r is not None), elapsed, scores)
+
+    def _score(self, work: RowWork) -> PromptScores:
+        row = self.rows[work.row]
+        assert row.new.sampling.prompt_logprobs is not None and work.count <= PAGE_TOKENS
+        end = min(work.start + work.count, row.new.prompt_tokens - 1)
+        pairs = zip(row.numbers[work.start : end], row.tokens[work.start + 1 : end + 1], strict=True)
+        return PromptScores(work.row, tuple(prompt_logprob(*pair) for pair in pairs))
 
     def _check_fresh(self, pages: Sequence[int], touched: set[int]) -> None:
         for page in pages:
@@ -189,6 +206,7 @@ class ContentHandle:
     plan: StepPlan
     rows: tuple[RowResult, ...]
     elapsed_ns: int
+    scores: tuple[PromptScores, ...] = ()
 
     def done(self) -> bool:
         return True
@@ -199,7 +217,7 @@ class ContentHandle:
         self.executor.clock.advance(self.elapsed_ns)
         if self.plan.step_id in self.executor.fail_steps:
             raise OSError("device lost")
-        return StepResult(self.plan.step_id, self.rows, self.elapsed_ns)
+        return StepResult(self.plan.step_id, self.rows, self.elapsed_ns, scores=self.scores)
 
 
 KEY = salt_key("tests")
@@ -215,10 +233,15 @@ def make_request(
     session: str | None = None,
     priority: int = 0,
     key: bytes = KEY,
+    prompt_logprobs: int | None = None,
 ) -> EngineRequest:
     packed = pack_tokens(prompt)
     sampling = SamplingParams(
-        max_tokens, min_tokens=min_tokens, temperature=0.0, stop_token_ids=(STOP_TOKEN,) if stop else ()
+        max_tokens,
+        min_tokens=min_tokens,
+        temperature=0.0,
+        stop_token_ids=(STOP_TOKEN,) if stop else (),
+        prompt_logprobs=prompt_logprobs,
     )
     return EngineRequest(name, packed, page_hashes(packed, key), sampling, session, priority, key)
 
@@ -233,14 +256,18 @@ class Bench:
     scheduler: SchedulerConfig = field(default_factory=lambda: SchedulerConfig(expected_output_tokens=32))
     cache: CacheConfig = field(default_factory=CacheConfig)
     log: list[str] = field(default_factory=list)
+    scores_prompts: bool = True
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
-        info = ExecutorInfo(self.rows, self.pages, 1 << 20, self.context, VOCAB + 1, "content")
+        info = ExecutorInfo(
+            self.rows, self.pages, 1 << 20, self.context, VOCAB + 1, "content", scores_prompts=self.scores_prompts
+        )
         self.executor = ContentExecutor(info, self.clock)
         self.engine = Engine(self.executor, self.scheduler, self.cache, self.clock, self.log.append)
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.scores: dict[str, list[TokenLogprobs]] = {}
         self.finals: dict[str, RequestOutput] = {}
         self.steps = 0
 
@@ -252,6 +279,7 @@ class Bench:
         self.engine.add(request)
         self.requests[request.request_id] = request
         self.outputs[request.request_id] = []
+        self.scores[request.request_id] = []
 
     def step(self) -> tuple[RequestOutput, ...]:
         self.steps += 1
@@ -262,6 +290,8 @@ class Bench:
         for output in result.outputs:
             name = output.request_id
             assert name not in self.finals, f"{name} has output after its end"
+            assert not (output.prompt_logprobs and self.outputs[name]), f"{name} scores its prompt behind its answer"
+            self.scores[name].extend(output.prompt_logprobs)
             self.outputs[name].extend(output.token_ids)
             if output.finish is not None:
                 self.finals[name] = output
@@ -271,11 +301,16 @@ class Bench:
     def _check(self, final: RequestOutput) -> None:
         request = self.requests[final.request_id]
         tokens, reason = oracle(unpack_tokens(request.prompt), request.sampling, self.limit)
-        got = self.outputs[final.request_id]
+        got, scores = self.outputs[final.request_id], self.scores[final.request_id]
+        prompt = unpack_tokens(request.prompt)
+        known = list(map(prompt_logprob, prefix_numbers(prompt), prompt[1:]))
+        wanted = known if request.sampling.prompt_logprobs is not None else []
+        assert scores == wanted[: len(scores)]
         if final.finish in (FinishReason.ABORT, FinishReason.ERROR):
             assert got == tokens[: len(got)]
         else:
             assert (got, final.finish) == (tokens, reason)
+            assert len(scores) == len(wanted)
             assert final.stop_token_id == (STOP_TOKEN if reason is FinishReason.STOP else None)
 
     def drain(self, most_steps: int = 100_000) -> None:

@@ -24,7 +24,7 @@ def random_run(
     crowded: bool = False,
 ) -> Bench:
     """Arrivals, follow-up turns, shared prefixes, aborts at any moment, and a pool too small for all of it."""
-    rng = random.Random(seed)
+    rng, scored = random.Random(seed), random.Random(seed + 1)
     scheduler = SchedulerConfig(
         max_running=rng.choice([1, 3, 8, 16]),
         step_tokens=rng.choice([16, 100, 256, 512]),
@@ -70,6 +70,7 @@ def random_run(
                     min_tokens=rng.choice([0, 0, 3, 200]),
                     session=session if rng.random() < 0.7 else None,
                     priority=rng.choice([0, 0, 0, -2, 3]),
+                    prompt_logprobs=0 if scored.random() < 0.1 else None,
                     **key,
                 )
             )

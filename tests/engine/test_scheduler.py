@@ -23,7 +23,7 @@ def first_token_steps(bench: Bench, names: set[str], most: int = 100_000) -> dic
     found: dict[str, int] = {}
     while len(found) < len(names) and bench.steps < most:
         for output in bench.step():
-            if output.request_id in names:
+            if output.request_id in names and (output.token_ids or output.finish):
                 found.setdefault(output.request_id, bench.steps)
     return found
 

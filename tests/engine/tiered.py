@@ -96,7 +96,7 @@ class TieredExecutor(ContentExecutor):
             for work in plan.work
             for index in range(work.start // PAGE_TOKENS, (work.start + work.count - 1) // PAGE_TOKENS + 1)
         }
-        return TieredHandle(self, plan, handle.rows, handle.elapsed_ns if plan.work else 0)
+        return TieredHandle(self, plan, handle.rows, handle.elapsed_ns if plan.work else 0, handle.scores)
 
     def _check_fresh(self, pages: Sequence[int], touched: set[int]) -> None:
         kept = {page: self.pages[page] for page in pages if page in self.filled}

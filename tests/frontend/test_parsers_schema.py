@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longturn.frontend.parsers.schema import Element, arguments_json, tool_schemas
+from longturn.frontend.parsers.arguments import ArgumentsWriter
+from longturn.frontend.parsers.schema import Element, tool_schemas
 
 RECURSIVE = {"$ref": "#/$defs/node"}
 DEFS = {
@@ -29,6 +31,16 @@ def element(name: str, *content: Any) -> Element:
         else:
             made.children.append(element(*part))
     return made
+
+
+def arguments_json(call: Element, root: dict[str, Any] | None) -> str:
+    """The arguments of a call that was written as elements, in one piece."""
+    writer = ArgumentsWriter(root)
+    for _, group in itertools.groupby(call.children, lambda child: child.name):
+        writer.elements(list(group))
+    writer.loose_text(call.text)
+    writer.close()
+    return writer.take()
 
 
 def value_of(schema: Any, *content: Any) -> Any:

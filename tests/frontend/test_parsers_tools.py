@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longturn.frontend.parsers.base import ToolText, join_calls, parse_tools
+from longturn.frontend.parsers.base import ToolPiece, ToolText, join_calls, parse_tools
+from longturn.frontend.parsers.json_scan import is_object
 from longturn.frontend.parsers.minimax_m3_tools import MAX_DEPTH, MinimaxM3Tools
 from tests.frontend.m3 import NS, Written, block, cut, invoke, outputs, tag, tool
 
@@ -24,6 +24,7 @@ WEATHER = {
 }
 TOOLS: list[Any] = [WEATHER, tool("f", {"a": 1, "b": "x", "list": ["x"], "deep": {"n": 1}})]
 ROME = invoke("weather", tag("city", "Rome") + tag("days", "3") + tag("metric", "true"))
+OPENED = f'{NS}<tool_call>\n{NS}<invoke name="weather">'
 ROME_CALL = ("weather", {"city": "Rome", "days": 3, "metric": True})
 
 
@@ -36,7 +37,11 @@ def in_pieces(text: Iterable[str], tools: list[Any]) -> ToolText:
 
 
 def calls_of(parsed: ToolText) -> list[tuple[str, Any]]:
-    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+    """Calls with their arguments; with the text that was written of those that are no JSON."""
+    return [
+        (call.name, json.loads(call.arguments) if is_object(call.arguments) else call.arguments)
+        for call in parsed.calls
+    ]
 
 
 BY_HAND: list[tuple[str, str, list[tuple[str, Any]]]] = [
@@ -68,13 +73,25 @@ BY_HAND: list[tuple[str, str, list[tuple[str, Any]]]] = [
 ]
 
 BROKEN: list[tuple[str, str, list[tuple[str, Any]]]] = [
-    # Cut off: the text is given back, and what was whole before is a call.
+    # Cut off: the beginning of a JSON text, which is none.
     (f"ok {NS}<tool_call>", f"ok {NS}<tool_call>", []),
     (f"ok {NS}<tool_call>\n", f"ok {NS}<tool_call>\n", []),
     (f"ok {NS}<tool_", f"ok {NS}<tool_", []),
     (f"ok {NS}", f"ok {NS}", []),
-    (f"ok {block(ROME)[:-60]}", f"ok {block(ROME)[:-60]}", []),
-    (block(ROME, ROME)[:-60], block(ROME, ROME)[:-60].removeprefix(f"{NS}<tool_call>\n{ROME}"), [ROME_CALL]),
+    (f"ok {block(ROME)[:-60]}", "ok", [("weather", '{"city":"Rome","days":3,"metric":true')]),
+    (OPENED + tag("city", "Rome") + tag("days", "3"), "", [("weather", '{"city":"Rome","days":3')]),
+    (f"{OPENED}{NS}<city>Rome{NS[:5]}", "", [("weather", '{"city":"Rome')]),
+    (OPENED, "", [("weather", "")]),
+    (f"{ROME}{OPENED} and", "", [ROME_CALL, ("weather", '{"$text":" and"')]),
+    # An argument that can only be a text is what is written up to its own end, or to that of the call.
+    (block(invoke("f", f"{NS}<b>x{tag('a', '1')}{NS}</b>")), "", [("f", {"b": f"x{tag('a', '1')}"})]),
+    (block(f'{NS}<invoke name="f">{NS}<b>x{NS}</invoke>'), "", [("f", {"b": "x"})]),
+    # One name several times: a list if they follow each other, as far as the schema does not say that it is a text.
+    (block(invoke("f", tag("list", "x") + tag("list", "y"))), "", [("f", {"list": ["x", "y"]})]),
+    (block(invoke("f", tag("a", "1") + tag("a", "2") + tag("b", "x"))), "", [("f", {"a": [1, 2], "b": "x"})]),
+    (block(invoke("f", tag("b", "x") + tag("b", "y"))), "", [("f", {"b": "y"})]),
+    (block(invoke("f", tag("a", "1") + tag("b", "x") + tag("a", "2"))), "", [("f", {"a": 2, "b": "x"})]),
+    (block(invoke("f", f"{NS}<b/>{NS}<a/>")), "", [("f", {"b": "", "a": ""})]),
     (f"{NS}<tool_call>\n{ROME}\n{NS}</tool_", f"\n{NS}</tool_", [ROME_CALL]),
     (f"{NS}<tool_call>\n{ROME}\n", "", [ROME_CALL]),
     # Never closed, but something around it is.
@@ -130,18 +147,16 @@ def test_generated_calls_are_read_back_however_they_are_cut(made: Written, at: l
 
 @settings(deadline=None)
 @given(outputs(), st.integers(0, 10_000))
-def test_an_output_that_ends_anywhere_loses_nothing(made: Written, end: int) -> None:
+def test_an_output_that_ends_anywhere_makes_one_unfinished_call_at_most(made: Written, end: int) -> None:
     text = made.text[: end % (len(made.text) + 1)]
     whole = parse_tools(MinimaxM3Tools(made.tools), text)
     assert in_pieces(text, made.tools) == whole
-    # Whole calls first, unchanged; then the rest of the text as it was written.
-    count = len(re.findall(f"{re.escape(NS)}</invoke>", text))
-    assert calls_of(whole) == made.calls[: len(whole.calls)] and len(whole.calls) <= count
-    if len(whole.calls) < len(made.calls) and (begin := text.rfind(f"{NS}<invoke name=")) >= 0:
-        last = text[begin:]
-        name = made.calls[len(whole.calls)][0]
-        if re.match(f"{re.escape(NS)}<invoke name=[\"']?{name}\\b[^>]*>", last):
-            assert whole.content.endswith(last)
+    done = text.count(f"{NS}</invoke>")
+    calls = calls_of(whole)
+    # (Arguments may be named like a call, whence the inequality.)
+    count = sum(isinstance(arguments, dict) for _, arguments in calls)
+    assert calls[:count] == made.calls[:count] and count <= done
+    assert len(calls) - count <= 1 and [name for name, _ in calls] == [name for name, _ in made.calls[: len(calls)]]
 
 
 FRAGMENTS = st.sampled_from(
@@ -172,7 +187,7 @@ def test_any_text_cut_anywhere(fragments: list[tuple[str, bool]], at: list[int],
     assert in_pieces(text, tools) == whole
     shown = whole.content + "".join(call.name + call.arguments for call in whole.calls)
     assert [word for word in words if word not in shown] == []
-    for call in whole.calls:
+    for call in whole.calls[:-1]:
         assert isinstance(json.loads(call.arguments), dict)
 
 
@@ -183,15 +198,31 @@ def test_nothing_is_held_back_without_need() -> None:
     assert parser.push("x").content == " ]<x"
     assert parser.push(f"{NS}<b").content == ""
     assert parser.push("\n").content == f"{NS}<b"
-    assert parser.push(block(ROME)[:-1]).calls[0].name == "weather", "a call is given out when it ends"
+    assert parser.push(f'{NS}<tool_call>{NS}<invoke name="weather">').calls[0].name == "weather"
+    assert arguments_of(parser.push(f"{NS}<city>Ro")) == '{"city":"Ro'
+    assert arguments_of(parser.push("me]<]mini")) == "me"
+    assert arguments_of(parser.push(f"max[>[</city>{NS}<days>3")) == '"'
+    assert arguments_of(parser.push(f"{NS}</days>")) == "", "another one of that name would make a list of it"
+    assert arguments_of(parser.push(f"{NS}<metric>")) == ',"days":3'
+    assert arguments_of(parser.push(f"true{NS}</metric>{NS}</invoke>")) == ',"metric":true}'
 
 
-def test_calls_are_whole_and_numbered() -> None:
+def arguments_of(piece: ToolPiece) -> str:
+    return "".join(call.arguments for call in piece.calls)
+
+
+def test_calls_are_numbered() -> None:
     parser = MinimaxM3Tools(TOOLS)
     text = block(ROME, ROME) + block(ROME)
     made = [call for char in text for call in parser.push(char).calls]
-    assert [call.index for call in made] == [0, 1, 2] and not parser.finish().calls
-    assert all(json.loads(call.arguments) == ROME_CALL[1] for call in made)
+    assert [call.index for call in made if call.name] == [0, 1, 2] and not parser.finish().calls
+    assert all(json.loads(call.arguments) == ROME_CALL[1] for call in join_calls(made))
+
+
+def test_what_stands_behind_calls_is_told_apart() -> None:
+    parser = MinimaxM3Tools(TOOLS)
+    piece = parser.push(f"one {block(ROME)} two {block(ROME)}")
+    assert (piece.content, piece.behind) == ("one two", 4)
 
 
 def test_depth_is_bounded_and_nothing_is_lost_below() -> None:
@@ -214,4 +245,4 @@ def test_a_long_value_is_not_read_again_with_every_piece() -> None:
         parser.push("some text with ]<] in it")
         held = max(held, len(parser._tags._held))
     assert held < len(NS)
-    assert len(json.loads(parser.push(f"{NS}</b>{NS}</invoke>").calls[0].arguments)["b"]) == 2000 * 24
+    assert len(json.loads(arguments_of(parser.push(f"{NS}</b>{NS}</invoke>")))["b"]) == 2000 * 24

@@ -26,6 +26,7 @@ from longturn.frontend.records import ToolCall, ToolChoice
 from longturn.frontend.tokenizer import Tokenizer, TokenizerSettings
 from longturn.grammar_library import error_of, library_tokenizer, new_matcher
 from longturn.models.small_tokenizer import small_tokenizer, special_ids
+from tests.frontend import qwen3_coder
 from tests.frontend.m3 import NS, block, invoke, schema_of, tag, written
 
 VOCAB = 2048
@@ -46,6 +47,8 @@ def call(form: str, name: str, arguments: Mapping[str, Any]) -> str:
     """A call as the format's template writes it."""
     if form == "minimax_m3":
         return invoke(name, "".join(tag(key, written(value)) for key, value in arguments.items()))
+    if form == "qwen3_coder":
+        return qwen3_coder.call(name, arguments)
     key = "parameters" if form == "llama_json" else "arguments"
     return f'{{"name": "{name}", "{key}": {json.dumps(arguments, ensure_ascii=False)}}}'
 
@@ -55,6 +58,8 @@ def answer(form: str, *calls: str) -> str:
         return block(*calls)
     if form == "hermes":
         return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in calls)
+    if form == "qwen3_coder":
+        return "\n".join(map(qwen3_coder.block, calls))
     return "\n".join(calls)
 
 

@@ -13,9 +13,11 @@ from longturn.frontend.frontend import Frontend
 from longturn.frontend.parsers.base import join_calls
 from longturn.frontend.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, output_format
 from longturn.frontend.records import ChatPrompt, TextChunk, TextRequest, ToolChoice
+from tests.frontend import qwen3_coder
 from tests.frontend.fakes import IM_END, fake_frontend, outputs_of, tiny_tokenizer
 
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "object", "properties": {"deep": {"type": "boolean", "default": False}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 USER = {"role": "user", "content": "hello"}
 AGAIN = {"role": "user", "content": "and now?"}
 
@@ -60,6 +62,29 @@ LLAMA = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"""
 
+# As Qwen3-Coder's.
+CODER = """
+{%- if tools %}{{ '<|im_start|>system\n' ~ tools | tojson ~ '\n<tool_call>\n<function=name>\n<|im_end|>\n' }}{% endif %}
+{%- for m in messages %}
+  {%- if m.role == 'tool' %}
+    {{- '<|im_start|>user\n<tool_response>\n' ~ m.content ~ '\n</tool_response>\n<|im_end|>\n' }}
+  {%- else %}
+    {{- '<|im_start|>' ~ m.role ~ '\n' ~ m.content | trim }}
+    {%- for call in m.tool_calls or [] %}
+      {{- ('\n\n' if m.content else '') if loop.first else '\n' }}
+      {{- '<tool_call>\n<function=' ~ call.function.name ~ '>\n' }}
+      {%- for name, value in call.function.arguments.items() %}
+        {{- '<parameter=' ~ name ~ '>\n' }}
+        {{- value if value is string else value | tojson }}
+        {{- '\n</parameter>\n' }}
+      {%- endfor %}
+      {{- '</function>\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
 # Knows no tools.
 PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>\\n' }}{% endfor %}"
@@ -90,6 +115,17 @@ LOOPS: dict[str, tuple[str, str, str | None, list[str]]] = {
         ],
     ),
     "llama": (LLAMA, "llama_json", None, [*map(llama, SPELLINGS), "It is done."]),
+    "coder": (
+        CODER,
+        "qwen3_coder",
+        None,
+        [
+            f"I must.\n\n{qwen3_coder.block(qwen3_coder.call('look', {'path': 'a b'}))}",
+            "\n".join(qwen3_coder.block(qwen3_coder.call("look", {"a": value})) for value in ("é\n</b>", "\n x")),
+            qwen3_coder.block(qwen3_coder.call("look", {})),
+            "It is done.",
+        ],
+    ),
     "plain": (PLAIN, "hermes", None, [f"One moment. {hermes(*SPELLINGS[:2])}", hermes(SPELLINGS[2]), " Done."]),
 }
 
@@ -111,8 +147,13 @@ async def turn(frontend: Frontend, messages: list[Any], **options: Any) -> list[
     return [chunk async for chunk in frontend.generate(request)]
 
 
+def decoded(text: str) -> str:
+    """As agents send arguments back that they have read by the tool's schema: in its order, with its defaults."""
+    return json.dumps({"deep": False, **dict(reversed(json.loads(text).items()))})
+
+
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-@pytest.mark.parametrize("again", [str, json.loads, lambda text: json.dumps(json.loads(text), indent=1)])
+@pytest.mark.parametrize("again", [str, json.loads, lambda text: json.dumps(json.loads(text), indent=1), decoded])
 async def test_every_turn_extends_the_tokens_of_the_one_before(loop: str, again: Any) -> None:
     template, tools, reasoning, texts = LOOPS[loop]
     frontend = frontend_of(template, texts)
@@ -139,6 +180,27 @@ async def test_every_turn_extends_the_tokens_of_the_one_before(loop: str, again:
         content = "".join(chunk.text for chunk in chunks)
         messages.append({"role": "assistant", "content": content or None, **({"tool_calls": entries} if calls else {})})
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "a file"} for call in calls]
+
+
+@pytest.mark.parametrize("opens", ["<think>\n\n</think>\n\n", "<think>\n", ""])
+async def test_empty_reasoning_that_the_template_leaves_out_of_the_history(opens: str) -> None:
+    """Qwen3's template with thinking switched off, and models that have nothing to think of."""
+    template = QWEN.replace("assistant\n' }}{% endif", f"assistant\n{opens}' }}}}{{% endif")
+    assert template != QWEN or not opens
+    closes = {"<think>\n": "\n</think>\n\n", "": "<think>\n\n</think>\n\n"}.get(opens, "")
+    frontend = frontend_of(template, [f"{closes}{hermes('{}')}", f"{closes}One.", f"{closes}Two."])
+    messages: list[Any] = [USER]
+    before: list[int] = []
+    for number in range(3):
+        chunks = await turn(frontend, messages)
+        ids = list(chunks[0].prompt_token_ids or ())
+        assert ids[: len(before)] == before and frontend.memory.hits == number
+        before = [*ids, *(token for chunk in chunks for token in chunk.token_ids), IM_END]
+        if number == 0:
+            called = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+            messages += [{"role": "assistant", "content": "", "tool_calls": [called]}, {"role": "tool", "content": "x"}]
+        else:
+            messages += [{"role": "assistant", "content": "".join(chunk.text for chunk in chunks)}, AGAIN]
 
 
 async def test_old_reasoning_goes_where_the_template_drops_it() -> None:

@@ -13,6 +13,7 @@ from longturn.engine.records import SamplingParams
 from longturn.errors import ConfigError
 from longturn.frontend.chat_template import ChatTemplates
 from longturn.frontend.frontend import Frontend
+from longturn.frontend.parsers.base import join_calls
 from longturn.frontend.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, OutputFormat, output_format
 from longturn.frontend.records import ChatPrompt, TextChunk, TextRequest, Usage
 from longturn.frontend.tool_prompt import CallSyntax
@@ -119,7 +120,7 @@ async def test_a_tool_loop_extends_its_own_tokens(arguments: str, again: Any) ->
     frontend = looping(f"I look.\n{wrote}", "done")
     chunks, _ = await turn(frontend, [USER])
     ids = [*(chunks[0].prompt_token_ids or ()), *(token for chunk in chunks for token in chunk.token_ids), IM_END]
-    (call,) = [call for chunk in chunks for call in chunk.tool_calls]
+    (call,) = join_calls(call for chunk in chunks for call in chunk.tool_calls)
     assert call.arguments == arguments and "".join(chunk.text for chunk in chunks) == "I look."
     answer = called(again(call.arguments), "I look.")
     chunks, usage = await turn(frontend, [USER, answer, {"role": "tool", "content": "x"}])
@@ -167,8 +168,9 @@ LLAMA = """{% if tools %}{"name": function name, "parameters": dictionary}{% end
         (QWEN3.replace("</think>", ""), True, None, "hermes"),
         (LLAMA, True, None, "llama_json"),
         ("{{ tools }}", True, None, "json"),
-        # Another syntax between the same markers, which none of the formats reads.
-        ("{{ tools }}<tool_call><function=f>", True, None, "json"),
+        # Another syntax between the same markers.
+        ("{{ tools }}<tool_call><function=f>", True, None, "qwen3_coder"),
+        ("{{ tools }}<function=f>", True, None, "json"),
         (PLAIN, False, None, "hermes"),
         ("", False, None, None),
     ],

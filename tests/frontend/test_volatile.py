@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from typing import Any
@@ -115,6 +116,10 @@ def test_the_head_ends_where_the_first_message_begins() -> None:
     assert head_of(ChatPrompt((USER,)), "<u>HELLO") == "<u>HELLO"
     assert head_of(ChatPrompt(({"role": "system", "content": "a"},)), "<s>a") == "<s>a"
     assert head_of(ChatPrompt(({"role": "user", "content": None},)), "<u>") == "<u>"
+    # Claude Code writes as the system in the middle of a conversation, too.
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}
+    again = {"role": "system", "content": "Be kind."}
+    assert head_of(ChatPrompt((system, user, again)), "<s>Be brief.<u>hello<s>Be kind.") == "<s>Be brief.<u>"
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -245,7 +250,8 @@ def test_learned_lines_move_from_the_third_request_on() -> None:
     assert rendered[2:] == [f"{stable}\n\nThis is step {number} of the plan." for number in (2, 3)]
 
 
-def test_headers_keep_the_values_that_their_conversation_began_with() -> None:
+def test_headers_keep_the_values_that_their_system_prompt_came_with_first() -> None:
+    """Templates write the tools behind the system prompt: another value would cost them all."""
     watch = HeaderWatch("move")
     made: dict[str, set[str]] = {}
     for user in ("a", "b"):
@@ -255,10 +261,11 @@ def test_headers_keep_the_values_that_their_conversation_began_with() -> None:
             made.setdefault(user, set()).add(watch.settled(asked.prompt, asked).messages[0]["content"])
             assert observe(watch, asked) is None
     stable = billing(0).partition("\n")[2]
-    assert made == {
-        "a": {f"{stable}\n\nx-billing-header: version=1; request=00000;"},
-        "b": {f"{stable}\n\nx-billing-header: version=1; request=0000a;"},
-    }
+    first = {f"{stable}\n\nx-billing-header: version=1; request=00000;"}
+    assert made == {"a": first, "b": first}
+    other = dataclasses.replace(request(billing(7), USER), tenant="another")
+    assert isinstance(other.prompt, ChatPrompt)
+    assert "request=00007" in watch.settled(other.prompt, other).messages[0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -298,6 +305,20 @@ async def test_a_header_in_every_request(smollm: Tokenizer, mode: Mode, system: 
         before = len(engine.left[-1]) - 1
         text = "".join(chunk.text for chunk in chunks)
         history += [{"role": "assistant", "content": text}, {"role": "user", "content": f"And {number}?"}]
+
+
+async def test_tokens_are_counted_as_they_are_sent(smollm: Tokenizer) -> None:
+    end = smollm.eos_id
+    assert end is not None
+    engine = CachingEngine(lambda: smollm.encode("Done."), end)
+    limits = ModelLimits(100_000, smollm.vocab_size, (end,))
+    frontend = Frontend(smollm, ChatTemplates.of(smollm), engine, limits, headers=HeaderWatch("move"))
+    asked, later = request(billing(1), USER), request(billing(2), USER)
+    chunks = [chunk async for chunk in frontend.generate(asked)]
+    for one in (asked, later):
+        assert isinstance(one.prompt, ChatPrompt)
+        assert await frontend.tokenize(one.prompt) == list(chunks[0].prompt_token_ids or ())
+    assert await frontend.tokenize(later.prompt, tenant="another") != list(chunks[0].prompt_token_ids or ())
 
 
 @pytest.mark.parametrize("mode", ["off", "report", "move"])

@@ -79,7 +79,7 @@ class ByteService:
         finally:
             self.closed.append(request.request_id)
 
-    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool, **scope: Any) -> list[int]:
         return [0] * (add_special_tokens and isinstance(prompt, TextPrompt)) + render(prompt)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:

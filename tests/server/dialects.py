@@ -72,6 +72,7 @@ class Scripted:
                 prompt_token_ids=tuple(range(300)) if number == 0 else None,
                 reasoning="" if made is None else made.reasoning,
                 tool_calls=() if made is None else made.calls,
+                behind_calls=0 if made is None else made.behind,
             )
         last = parser.finish() if parser else None
         yield TextChunk(
@@ -81,9 +82,10 @@ class Scripted:
             usage=Usage(300, len(pieces), self.cached, reasoning_tokens=2),
             reasoning="" if last is None else last.reasoning,
             tool_calls=() if last is None else last.calls,
+            behind_calls=0 if last is None else last.behind,
         )
 
-    async def tokenize(self, prompt: Any, *, add_special_tokens: bool) -> list[int]:
+    async def tokenize(self, prompt: Any, *, add_special_tokens: bool, **scope: Any) -> list[int]:
         self.counted.append((prompt, add_special_tokens))
         return [1] * 11
 

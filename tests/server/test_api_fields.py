@@ -30,7 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "x"},
 }
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-ASKING: dict[str, Any] = {"include_reasoning": False, "modalities": ["audio"], "prompt_logprobs": 0, "functions": []}
+ASKING: dict[str, Any] = {"include_reasoning": False, "modalities": ["audio"], "functions": []}
 """Values with which a refused field asks for something, where true does not."""
 
 

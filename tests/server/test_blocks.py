@@ -58,7 +58,7 @@ def test_any_cut(
     for index, name in enumerate(names):
         small.append(TextChunk(tool_calls=(ToolCallDelta(index, f"id{index}", name, "{"),)))
         small.append(TextChunk(tool_calls=(ToolCallDelta(index, arguments="}"),)))
-    small += [TextChunk(text=text) for text in behind]
+    small += [TextChunk(text=text, behind_calls=len(text) if names else 0) for text in behind]
     merged: list[TextChunk] = []
     for chunk in small:
         if merged and data.draw(st.booleans()):
@@ -67,20 +67,30 @@ def test_any_cut(
                 last.text + chunk.text,
                 reasoning=last.reasoning + chunk.reasoning,
                 tool_calls=last.tool_calls + chunk.tool_calls,
+                behind_calls=last.behind_calls + chunk.behind_calls,
             )
         merged.append(chunk)
     end = TextChunk(finish=finish, usage=USAGE)
     whole, cut = played([*small, end]), played([*merged, end])
     assert shape(whole) == shape(cut)
     assert whole.usage == USAGE and whole.called == bool(names)
-    cut_off = finish is FinishReason.LENGTH and not names
+    before, late = "".join(texts if names else (*texts, *behind)), "".join(behind if names else ())
     expected = [("reasoning", "", "", "".join(thoughts))] if any(thoughts) else []
-    expected += [("text", "", "", "".join((*texts, *behind)))] if any((*texts, *behind)) else []
+    expected += [("text", "", "", before)] if before else []
     expected += [("call", name, f"id{index}", "{}") for index, name in enumerate(names)]
+    expected += [("text", "", "", late)] if late.strip() else []
     assert [entry[:4] for entry in shape(whole)] == expected
+    # Whole arguments are whole, whatever ended the answer behind them.
+    cut_off = finish is FinishReason.LENGTH and bool(expected) and expected[-1][0] != "call"
     assert [entry[4] for entry in shape(whole)] == [
         not (cut_off and index == len(expected) - 1) for index in range(len(expected))
     ]
+
+
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
+def test_arguments_that_are_no_object_are_not_whole(finish: FinishReason) -> None:
+    answer = played([TextChunk(tool_calls=(ToolCallDelta(0, "id", "f", '{"a": '),)), TextChunk(finish=finish)])
+    assert shape(answer) == [("call", "f", "id", '{"a": ', False)]
 
 
 def test_reasoning_can_be_left_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from typing import Any
 
 import httpx
@@ -75,7 +76,7 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (TEXT, {"prompt": []}, "prompt", "non-empty list"),
     (TEXT, {"prompt": ["a", 1]}, "prompt", "non-empty list"),
     (TEXT, {"prompt": [[1.5]]}, "prompt[0][0]", "expected `int`"),
-    (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, "echo", "log-probabilities of the prompt"),
+    (TEXT, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "'stream' is not true"),
     (TEXT, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
     (TEXT, {"prompt": "a", "best_of": 1, "n": 2}, "best_of", "between 'n' (2) and 128, not 1"),
     (TEXT, {"prompt": "a", "best_of": 129}, "best_of", "not 129"),
@@ -277,3 +278,11 @@ async def test_a_client_that_goes_away_while_it_sends_is_no_error(
     await writer.wait_closed()
     await asyncio.sleep(0.05)
     assert caplog.text == ""
+
+
+async def test_a_compressed_body_is_refused_in_words(start: Start) -> None:
+    served = await start()
+    async with served.http() as http:
+        body = gzip.compress(b'{"messages": []}')
+        reply = await http.post("/v1/chat/completions", content=body, headers={"content-encoding": "gzip"})
+    assert reply.status_code == 415 and "'gzip' is not supported" in reply.json()["error"]["message"]

@@ -344,7 +344,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "calls no other servers"),
     ({"container": "x"}, "container", "not executed"),
     ({"n": 2}, "n", "one answer"),
-    ({"allowed_token_ids": [1]}, "allowed_token_ids", "not supported"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "must be"),
 ]
 
@@ -444,3 +444,44 @@ async def test_a_client_that_leaves_ends_its_request(start: Start, path: str, st
             break
         await asyncio.sleep(0.01)
     assert served.service.closed == [request.request_id for request in served.service.requests]
+
+
+async def test_tools_that_a_search_has_found(start: Start) -> None:
+    """Claude Code keeps most of its tools out of the prompt until the model has searched for them."""
+    served = await start(service=Scripted(ANSWER))
+    search = {"name": "search", "input_schema": {"type": "object"}}
+    later = [{**tool, "defer_loading": True} for tool in MESSAGES_TOOLS]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "look"}]}
+    messages: list[Any] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "search", "input": {}}]},
+        {"role": "user", "content": [result]},
+    ]
+    made = await claude(served).messages.create(model="mock", max_tokens=100, messages=messages, tools=[search, *later])
+    assert [tool["function"]["name"] for tool in served.service.tools()] == ["search"]
+    described = json.loads(served.service.messages()[-1]["content"])
+    assert (described["name"], described["parameters"]) == ("look", MESSAGES_TOOLS[0]["input_schema"])
+    calls = [block for block in made.content if block.type == "tool_use"]
+    assert [(call.name, call.input) for call in calls] == EXPECTED, "arguments are read by the schemas of these too"
+    result["content"][0]["tool_name"] = "none"  # type: ignore[index]
+    with pytest.raises(anthropic.BadRequestError, match="none of the tools"):
+        await claude(served).messages.create(model="mock", max_tokens=100, messages=messages, tools=[search, *later])
+
+
+@pytest.mark.parametrize("name", ["INVALID_JSON", "__unparsedToolInput"])
+async def test_broken_arguments_come_back_as_what_they_were(start: Start, name: str) -> None:
+    broken = CALLS[: CALLS.index("main.py")]
+    served = await start(service=Scripted(broken, "ok", finish=FinishReason.LENGTH))
+    ask = claude(served).messages.create
+    made = await ask(model="mock", max_tokens=9, messages=[{"role": "user", "content": "hi"}], tools=MESSAGES_TOOLS)
+    (call,) = made.content
+    assert call.type == "tool_use" and call.input == {"INVALID_JSON": '{"path":"src/'}
+    given = call.input if name == "INVALID_JSON" else {name: {"raw": '{"path":"src/', "len": 13}}
+    messages: list[Any] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{**call.to_dict(), "input": given}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "no JSON"}]},
+    ]
+    await ask(model="mock", max_tokens=9, messages=messages, tools=MESSAGES_TOOLS)
+    (sent,) = served.service.messages()[1]["tool_calls"]
+    assert sent["function"]["arguments"] == '{"path":"src/'

@@ -30,7 +30,7 @@ class ShortAnswers:
         usage = Usage(1, 2, 0)
         yield TextChunk("ab", (1, 2), prompt_token_ids=(5,), finish=FinishReason.STOP, usage=usage)
 
-    async def tokenize(self, prompt: Any, *, add_special_tokens: bool) -> list[int]:
+    async def tokenize(self, prompt: Any, *, add_special_tokens: bool, **scope: Any) -> list[int]:
         return render(prompt)
 
     def detokenize(self, token_ids: Any) -> str:

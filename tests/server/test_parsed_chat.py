@@ -79,7 +79,7 @@ class WritingService:
             tool_calls=() if last is None else last.calls,
         )
 
-    async def tokenize(self, prompt: Any, *, add_special_tokens: bool) -> list[int]:
+    async def tokenize(self, prompt: Any, *, add_special_tokens: bool, **scope: Any) -> list[int]:
         return []
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -141,12 +141,12 @@ async def test_an_answer_that_only_calls_has_no_content(start: Start) -> None:
     assert "reasoning" not in message.model_dump()
 
 
-async def test_an_answer_that_is_cut_off_is_no_call(start: Start) -> None:
-    text = f"<mm:think>a</mm:think>b {CALLS[:70]}"
+async def test_a_call_that_is_cut_off_is_the_beginning_of_one(start: Start) -> None:
+    text = f"<mm:think>a</mm:think>b {CALLS[: CALLS.index('main.py')]}"
     served = await start(service=WritingService(list(text), FinishReason.LENGTH))
     plain = (await served.chat(tools=TOOLS)).choices[0]
-    assert (plain.finish_reason, plain.message.tool_calls) == ("length", None)
-    assert plain.message.content == f"b {CALLS[:70]}"
+    assert (plain.finish_reason, plain.message.content) == ("length", "b")
+    assert [call.function.arguments for call in plain.message.tool_calls] == ['{"path":"src/']
     async with served.sdk.chat.completions.with_streaming_response.create(
         model="mock", messages=USER, tools=TOOLS, stream=True
     ) as reply:

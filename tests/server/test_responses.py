@@ -136,7 +136,37 @@ async def test_calls_before_the_limit_are_whole(start: Start) -> None:
     served = await start(service=Scripted(f"a{CALLS} b", finish=FinishReason.LENGTH))
     response = await served.sdk.responses.create(model="mock", input="hi", tools=RESPONSES_TOOLS)
     assert calls_of(response) == EXPECTED and response.status == "incomplete"
-    assert [item.status for item in response.output] == ["completed"] * 3
+    assert [item.status for item in response.output] == ["completed"] * 3 + ["incomplete"]
+    assert [item.type for item in response.output] == ["message", "function_call", "function_call", "message"]
+
+
+async def test_a_call_that_is_cut_off_is_incomplete(start: Start) -> None:
+    cut = CALLS[: CALLS.index("main.py")]
+    served = await start(service=Scripted(cut, finish=FinishReason.LENGTH))
+    (call,) = (await served.sdk.responses.create(model="mock", input="hi", tools=RESPONSES_TOOLS)).output
+    assert (call.type, call.status, call.arguments) == ("function_call", "incomplete", '{"path":"src/')
+
+
+async def test_arguments_come_while_they_are_written(start: Start) -> None:
+    served = await start(service=Scripted(ANSWER, piece=3))
+    async with served.http() as http:
+        reply = await http.post(PATH, json={"input": "hi", "tools": RESPONSES_TOOLS, "stream": True})
+    deltas = [e["delta"] for name, e in events_of(reply.text) if name == "response.function_call_arguments.delta"]
+    assert deltas[:4] == ['{"path":"s', "rc/", "mai", "n.p"]
+
+
+async def test_text_behind_calls_comes_back_as_one_answer(start: Start) -> None:
+    served = await start(service=Scripted(f"a{CALLS} b", "ok"))
+    first = await served.sdk.responses.create(model="mock", input="hi", tools=RESPONSES_TOOLS)
+    given: list[Any] = [{"role": "user", "content": "hi"}, *(item.model_dump() for item in first.output)]
+    given += [
+        {"type": "function_call_output", "call_id": item.call_id, "output": ""}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    await served.sdk.responses.create(model="mock", input=given, tools=RESPONSES_TOOLS)
+    answer = served.service.messages()[1]
+    assert (answer["role"], answer["content"], len(answer["tool_calls"])) == ("assistant", "a b", 2)
 
 
 async def test_a_failure_in_mid_stream_is_an_event(start: Start) -> None:
@@ -271,7 +301,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments", "must be a text"),
     ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output", "must be a text or"),
     ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content", "must be a list"),
-    ({"input": "x", "background": True}, "background", "not supported"),
+    ({"input": "x", "background": True, "stream": True}, "background", "not streamed"),
     ({"input": "x", "conversation": "c"}, "conversation", "previous_response_id"),
     ({"input": "x", "prompt": {"id": "p"}}, "prompt", "not supported"),
     ({"input": "x", "truncation": "auto"}, "truncation", "'disabled'"),
@@ -428,3 +458,17 @@ async def test_aliases(aliases: tuple[str, ...], model: str, status: int, path: 
     assert reply.status_code == status, reply.text
     if status == 200:
         assert reply.json()["model"] == "mock", "the answer says which model it is from"
+
+
+async def test_tools_that_stand_in_the_input(start: Start) -> None:
+    """As Codex sends them for some names of models."""
+    served = await start(service=Scripted(ANSWER))
+    item = {"type": "additional_tools", "role": "developer", "tools": RESPONSES_TOOLS[1:]}
+    given: Any = [item, {"role": "user", "content": "hi"}]
+    response = await served.sdk.responses.create(model="mock", input=given, tools=RESPONSES_TOOLS[:1])
+    assert calls_of(response) == EXPECTED
+    assert [tool["function"]["name"] for tool in served.service.tools()] == ["look", "run"]
+    assert [message["role"] for message in served.service.messages()] == ["user"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await served.sdk.responses.create(model="mock", input=[{**item, "tools": 1}, *given[1:]])
+    assert caught.value.param == "input[0].tools"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
 from longturn.config import EngineConfig, ServerConfig
+from longturn.engine.records import EngineRequest, RequestOutput
 from longturn.frontend.chat_template import ChatTemplates
 from longturn.frontend.frontend import Frontend
 from longturn.frontend.records import ReuseReason
 from longturn.frontend.validate import ModelLimits
+from longturn.server import sse
 from tests.frontend.caching import CachingEngine
 from tests.frontend.test_parsers_output import EOS, M3, TOKENIZER, VOCAB
-from tests.server.dialects import Scripted, client
+from tests.server.dialects import Scripted, client, events_of
 
 LONG = "hello world " * 200
 RULES = "".join(f"Rule {number}: be brief.\n" for number in range(100))
@@ -87,6 +91,43 @@ async def test_turn_by_turn(path: str, stream: bool) -> None:
         else:
             expected = {"reuse": "edited_history", "diverged-at": str(diverged)}
             assert made == {"cached-tokens": str(diverged // 128 * 128), **expected}
+
+
+async def test_a_streamed_message_says_it_at_its_beginning() -> None:
+    """Claude Code reads there how much was cached."""
+    talk = Endpoint("/v1/messages")
+    async with client(frontend()) as http:
+        for number in range(2):
+            reply = await http.post(talk.path, json=talk.body() | {"stream": True})
+            events = dict(events_of(reply.text))
+            first, last = events["message_start"]["message"]["usage"], events["message_delta"]["usage"]
+            assert first == last | {"output_tokens": 0}
+            assert (first["cache_read_input_tokens"] > 0) is (number == 1)
+            talk.add("It is done.", "And now?")
+
+
+class SlowEngine(CachingEngine):
+    """Admits a request at once, and has its first token later than the head of a stream waits."""
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+        outputs = [output async for output in super().generate(request)]
+        yield RequestOutput(request.request_id, cached_tokens=outputs[0].cached_tokens)
+        await asyncio.sleep(0.2)
+        for output in outputs:
+            yield output
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_a_stream_whose_first_token_is_late(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "FIRST_CHUNK_GRACE_S", 0.05)
+    engine, talk = SlowEngine(lambda: TOKENIZER.encode("It is done."), EOS), Endpoint(path)
+    limits = ModelLimits(100_000, VOCAB, (EOS,))
+    async with client(Frontend(TOKENIZER, ChatTemplates.of(TOKENIZER), engine, limits, output=M3)) as http:
+        for number in range(2):
+            reply = await http.post(path, json=talk.body() | {"stream": True})
+            made = longturn_headers(reply)
+            assert made["cached-tokens"] == ("0" if number == 0 else str((len(engine.left[0]) - 1) // 128 * 128))
+            talk.add("It is done.", "And now?")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])

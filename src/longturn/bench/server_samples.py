@@ -22,8 +22,8 @@ _READ_S = 5.0
 _GIVE_UP = 3
 """After this many failures in a row the server has no metrics, or is too busy to be asked."""
 
-_RUNNING = ("longturn:requests_running", "vllm:num_requests_running", "sglang:num_running_reqs")
-_WAITING = ("longturn:requests_waiting", "vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_RUNNING = ("longturn_requests_running", "vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING = ("longturn_requests_waiting", "vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _USED = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 """The same figure by several names: the first that is there counts."""
 
@@ -138,7 +138,7 @@ def state_of(text: bytes, at_ns: int) -> ServerState:
     """
     text = b"\n" + text
     running, waiting = (_first(text, names) for names in (_RUNNING, _WAITING))
-    pages, used = _values(text, "longturn:pages_total"), _values(text, "longturn:pages_used")
+    pages, used = _values(text, "longturn_pages_total"), _values(text, "longturn_pages_used")
     if pages and used and sum(pages) > 0:
         share: float | None = sum(used) / sum(pages)
     else:

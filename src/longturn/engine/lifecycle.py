@@ -13,12 +13,13 @@ from collections.abc import Callable
 from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
 from longturn.engine.admission import ComputingPages, ExpectedOutput, WaitingQueue, urgency
 from longturn.engine.arrivals import NO_HITS, Arrivals, find_hits, place_hits
+from longturn.engine.branches import Branches
 from longturn.engine.kv_events import CacheEvents
 from longturn.engine.limits import context_limit, validate_config, validate_request
 from longturn.engine.pool import PagePool
 from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import EngineRequest, FinishReason, NewRow, RequestOutput, StepResult, TokenLogprobs
-from longturn.engine.sequence import Sequence, State, pages_for
+from longturn.engine.sequence import Sequence, State, pages_for, tell_stored
 from longturn.errors import OverloadedError, RequestError
 
 
@@ -61,6 +62,7 @@ class Requests:
         self._by_id: dict[str, Sequence] = {}
         self._computing = ComputingPages()
         self._arriving = Arrivals()
+        self._branches = Branches()
         self._blocked: tuple[int, int] | None = None
         self._arrivals = 0
         self.never_admitted = 0
@@ -147,7 +149,8 @@ class Requests:
             return False
         pool = self.pool
         # Found before anything is allocated: the copied page may be the very one that is evicted, content in place.
-        hits = find_hits(pool, sequence, self._info.copies_pages) if self.caching else NO_HITS
+        cached = self.caching and not sequence.scores
+        hits = find_hits(pool, sequence, self._info.copies_pages) if cached else NO_HITS
         fresh = pages_for(sequence.seen) - len(hits.shared)
         available = pool.free - sum(page.refs == 0 for page in hits.shared)
         needed = fresh
@@ -160,6 +163,8 @@ class Requests:
             return False
         self._blocked = None
         self.waiting.pop()
+        if self.caching and (dead := self._branches.dead(sequence)):
+            pool.unclaim(dead, now_ns)
         pool.share(hits.shared)
         if pool.host is not None:
             pool.host.hold(hits.prefix.slots if hits.last_slot is None else [*hits.prefix.slots, hits.last_slot])
@@ -192,14 +197,8 @@ class Requests:
             self.cached_tokens += sequence.cached_tokens
             self.host_hit_tokens += min(sequence.host_hits * PAGE_TOKENS, sequence.cached_tokens)
         page_ids = tuple(page.id for page in sequence.pages)
-        return NewRow(
-            sequence.row,
-            sequence.request_id,
-            sequence.tokens(),
-            sequence.prompt_tokens,
-            page_ids,
-            sequence.request.sampling,
-        )
+        prompt_tokens, sampling = sequence.prompt_tokens, sequence.request.sampling
+        return NewRow(sequence.row, sequence.request_id, sequence.tokens(), prompt_tokens, page_ids, sampling)
 
     def copies_ended(self, result: StepResult, now_ns: int) -> bool:
         """Copies between the tiers that an executor reports; False if it reports one that was not ordered."""
@@ -227,26 +226,23 @@ class Requests:
                 self.settle(sequence, now_ns)
         return right
 
+    def score(self, sequence: Sequence, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """Give out log-probabilities of the prompt tokens that follow the positions from `start` on.
+
+        A request that was preempted computes again what it has given out.
+        """
+        fresh = logprobs[sequence.scored - start :]
+        sequence.scored += len(fresh)
+        output = RequestOutput(sequence.request_id, cached_tokens=sequence.cached_tokens, prompt_logprobs=fresh)
+        self.outputs.append(output)
+
     def register_pages(self, sequence: Sequence) -> None:
         """Pages of `sequence` are complete: make them findable."""
         first = sequence.register_at // PAGE_TOKENS - 1
         sequence.register_pages(self.pool)
         self._computing.remove(sequence, first, sequence.computed // PAGE_TOKENS)
         if self._cache_events is not None:
-            self._tell_stored(sequence, first, self._cache_events)
-
-    def _tell_stored(self, sequence: Sequence, first: int, events: CacheEvents) -> None:
-        """Tell of the pages from `first` on that became findable. Equal content that another request had computed
-        before is known under that one's page."""
-        run: list[tuple[bytes, bytes]] = []
-        end = min(min(sequence.computed, sequence.seen) // PAGE_TOKENS, len(sequence.hashes))
-        for index in range(first, end + 1):
-            if index < end and sequence.pages[index].hash == sequence.hashes[index]:
-                run.append((sequence.hashes[index], sequence.page_tokens(index)))
-            elif run:
-                start = index - len(run)
-                events.stored(sequence.hashes[start - 1] if start else None, run)
-                run = []
+            tell_stored(self._cache_events, sequence, first)
 
     def clear_cache(self) -> int:
         """Forget all cached pages; the number of pages that were known."""
@@ -282,19 +278,9 @@ class Requests:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.expected.observe(len(sequence.generated))
         del self._by_id[sequence.request_id]
-        self.outputs.append(
-            RequestOutput(
-                sequence.request_id,
-                token_ids,
-                logprobs,
-                reason,
-                stop_token_id,
-                max(0, sequence.cached_tokens),
-                sequence.times(now_ns),
-                error,
-                sequence.preemptions,
-            )
-        )
+        cached, times = max(0, sequence.cached_tokens), sequence.times(now_ns)
+        ends = (reason, stop_token_id, cached, times, error, sequence.preemptions)
+        self.outputs.append(RequestOutput(sequence.request_id, token_ids, logprobs, *ends))
         self.log(now_ns, reason.value, sequence)
         if sequence.state is State.WAITING:
             self.waiting.drop()
@@ -314,10 +300,13 @@ class Requests:
         self._free_rows.append(sequence.row)
         if sequence.announced:
             self.freed_rows.append(sequence.row)
-        # Whoever is expected back keeps a claim on the content for a while: a session, or a preempted request.
-        claimed = returns or sequence.request.session_id is not None
+        # Whoever is expected back keeps a claim on the content for a while: a session, a preempted request, or one that
+        # is more urgent than others.
+        claimed = returns or sequence.request.session_id is not None or sequence.request.priority < 0
         self.log(now_ns, "release", sequence)
         self.pool.release(sequence.stop(), now_ns, claimed, distrust=sequence.failed)
+        if self.caching and not returns and not sequence.failed:
+            self._branches.ended(sequence)
         if returns:
             sequence.state = State.WAITING
             self._enqueue(sequence)

@@ -42,6 +42,12 @@ def validate_request(request: EngineRequest, info: ExecutorInfo) -> int:
         raise RequestError("prompt has no tokens", param="prompt")
     if request.sampling.max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, not {request.sampling.max_tokens}", param="max_tokens")
+    if request.sampling.prompt_logprobs is not None and not info.scores_prompts:
+        raise RequestError(
+            f"log-probabilities of a prompt are not computed on this device ({info.device})",
+            param="prompt_logprobs",
+            code="unsupported_value",
+        )
     if len(request.page_hashes) > tokens // PAGE_TOKENS:
         raise RequestError(
             f"{len(request.page_hashes)} page hashes for a prompt of {tokens // PAGE_TOKENS} whole pages",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from longturn.config import CacheConfig, SchedulerConfig
 from longturn.engine.kv_events import CacheEvents, CacheListener
-from longturn.engine.protocols import Clock, Executor, Preparing, StepHandle
+from longturn.engine.protocols import Clock, Executor, Idling, Preparing, StepHandle
 from longturn.engine.records import EngineRequest, EngineStats, SamplingParams, StepOutputs, StepPlan
 from longturn.engine.scheduler import ResultMismatch, Scheduler
 
@@ -91,6 +91,11 @@ class Engine:
         called later."""
         executor = self._executor
         return not isinstance(executor, Preparing) or executor.ready(sampling)
+
+    def idle(self) -> bool:
+        """For times without work: let the executor do a little of its own; whether it has more."""
+        executor = self._executor
+        return isinstance(executor, Idling) and executor.idle()
 
     def abort(self, request_id: str) -> bool:
         """End a request; the next `step` has its ABORT output. False if there is no such request (any more)."""

@@ -194,6 +194,16 @@ class PagePool:
                     self._retention.add(page, now_ns, claimed)
         self.releases += 1
 
+    def unclaim(self, hashes: Sequence[bytes], now_ns: int) -> None:
+        """Nobody is expected back for these pages of one chain, in order; those in use or used again keep their place.
+
+        The tail first, as in `release`.
+        """
+        for page_hash in reversed(hashes):
+            page = self.cache.get(page_hash)
+            if page is not None and page.home is not None and page.claimed and not page.protected:
+                self._retention.unclaim(page, now_ns)
+
     def clear_cache(self) -> int:
         """Forget all cached content, in both tiers; the number of pages of the device that were known.
 

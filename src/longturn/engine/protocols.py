@@ -41,6 +41,8 @@ class ExecutorInfo:
     host_pages: int = 0
     """Pages that fit into the host memory beside the pool, slots 0 .. host_pages-1; 0: it understands neither
     `StepPlan.save_pages` nor `load_pages`."""
+    scores_prompts: bool = False
+    """It understands `RowWork.scores`: log-probabilities of prompts can be asked for."""
 
 
 class StepHandle(Protocol):
@@ -78,4 +80,13 @@ class Preparing(Protocol):
     def ready(self, sampling: SamplingParams) -> bool:
         """Whether a request that samples so can be launched now; starts to prepare for it in the background if not. It
         may be launched all the same: the step then waits."""
+        ...
+
+
+@runtime_checkable
+class Idling(Protocol):
+    """What an executor may also be: one with work of its own that is best done while there are no requests."""
+
+    def idle(self) -> bool:
+        """Do some of it, for about a tenth of a second at most; whether there is more."""
         ...

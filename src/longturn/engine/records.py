@@ -67,6 +67,10 @@ class SamplingParams:
     grammar: str | None = None
     """What the output must be, as text for the executor's grammar library (`longturn.grammar_library`); the model's end
     tokens are then sampled only where the grammar may end."""
+    prompt_logprobs: int | None = None
+    """Number of most likely tokens reported with each token of the prompt but the first (0: those alone); None: no
+    log-probabilities. The whole prompt is then computed, whatever of it is cached. Only for executors whose
+    `ExecutorInfo.scores_prompts` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,8 @@ class TokenLogprobs:
     top_ids: tuple[int, ...] = ()
     top: tuple[float, ...] = ()
     """Most likely tokens, descending, and their log-probabilities."""
+    rank: int = 0
+    """Of a prompt's token: 1 for the most likely one, and so on; 0 where nobody has counted."""
 
 
 # --- scheduler -> executor -------------------------------------------------------------------------------------------
@@ -144,6 +150,8 @@ class RowWork:
     count: int
     samples: bool
     """Sample the token that follows the last of these positions."""
+    scores: bool = False
+    """Report log-probabilities of those tokens of the prompt that follow these positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +205,14 @@ class RowResult:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens, in order: those that follow the positions of one work item."""
+
+    row: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     step_id: int
     rows: tuple[RowResult, ...]
@@ -209,6 +225,8 @@ class StepResult:
     """Pages whose load has failed, likewise: they hold nothing."""
     lost_slots: tuple[int, ...] = ()
     """Host slots whose save has failed: they hold nothing, and loads from them fail as well."""
+    scores: tuple[PromptScores, ...] = ()
+    """One for each work item with `scores`, in the plan's order."""
 
 
 # --- engine -> frontend ----------------------------------------------------------------------------------------------
@@ -227,7 +245,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """New tokens of one request after one step."""
+    """New tokens of one request after one step; none, where a prompt takes more than one step, when it is admitted."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -241,6 +259,8 @@ class RequestOutput:
     """Set when the request finishes."""
     error: str | None = None
     preemptions: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's next tokens, beginning with its second one, if the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,11 @@ class Retention:
             raise RuntimeError(f"{page!r} is not free")
         page.home.remove(page)
 
+    def unclaim(self, page: Page, now_ns: int) -> None:
+        """Nobody is expected back for a page, which counts as released now by a one-off request."""
+        self.remove(page)
+        self.add(page, now_ns, claimed=False)
+
     def worth(self, page: Page, now_ns: int, protection: bool) -> float:
         """What keeping `page` is worth now; `protection`: the protected segment is within its share."""
         worth = PROTECTED_WORTH if protection and page.protected else 0.0

@@ -18,13 +18,13 @@ from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
 from longturn.engine.kv_events import CacheEvents
 from longturn.engine.lifecycle import Requests
 from longturn.engine.pacing import MIN_CHUNK_TOKENS, Allowance, StepTimeModel
-from longturn.engine.preemption import choose_victim, private_pages
+from longturn.engine.preemption import make_room
+from longturn.engine.prompts import StepDraft, schedule_prompts
 from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import (
     EngineRequest,
     EngineStats,
     FinishReason,
-    NewRow,
     RequestOutput,
     RowResult,
     RowWork,
@@ -35,8 +35,6 @@ from longturn.engine.sequence import Sequence, State
 
 _BLANK_SHARE = 16
 """At most this part of the pool is kept blank."""
-_MOST_DEFERRED = 64
-"""Requests waiting for others' pages that one step looks past."""
 
 
 class ResultMismatch(Exception):
@@ -135,17 +133,15 @@ class Scheduler:
             else:
                 prefills.append(sequence)
         if short_of_page > requests.pool.free:
-            self._make_room(decodes, prefills, short_of_page, now_ns)
+            make_room(requests, decodes, prefills, short_of_page, now_ns)
         prompts = len(prefills) > 0 or requests.may_admit()
         quota = max(self._decode_tokens, self._step_tokens - MIN_CHUNK_TOKENS) if prompts else self._step_tokens
         if len(decodes) > quota:
             decodes.sort(key=lambda s: s.last_step)  # take turns
             del decodes[quota:]
 
-        step_id = self._step_id + 1
-        work: list[RowWork] = []
-        sequences: list[Sequence] = []
-        new_pages: list[tuple[int, tuple[int, ...]]] = []
+        step = StepDraft(self._step_id + 1, now_ns)
+        step_id, work, sequences = step.step_id, step.work, step.sequences
         for sequence in decodes:
             start = sequence.scheduled
             if start >= sequence.page_end:
@@ -154,7 +150,7 @@ class Scheduler:
                     continue  # sits out until a preempted request's pages have come back
                 sequence.pages.append(page)
                 sequence.page_end += PAGE_TOKENS
-                new_pages.append((sequence.row, (page.id,)))
+                step.new_pages.append((sequence.row, (page.id,)))
             work.append(RowWork(sequence.row, start, 1, True))
             sequences.append(sequence)
             sequence.scheduled = start + 1
@@ -162,11 +158,10 @@ class Scheduler:
             sequence.in_flight += 1
             sequence.last_step = step_id
         count = len(work)
-        new_rows: list[NewRow] = []
         launched = _Launched(sequences, count, 0, 0.0)
         if prompts:
             allowance = self._allowance(count)
-            self._schedule_prompts(allowance, prefills, work, sequences, new_rows, now_ns)
+            schedule_prompts(requests, allowance, prefills, step)
             launched = _Launched(sequences, count, allowance.spent_tokens, allowance.pairs)
         host = requests.pool.host
         saves: tuple[tuple[int, int], ...] = ()
@@ -180,16 +175,16 @@ class Scheduler:
         elif not work:
             return None
         freed, copied = tuple(requests.freed_rows), tuple(requests.copied_pages)
-        plan = StepPlan(step_id, tuple(work), tuple(new_rows), tuple(new_pages), freed, copied, saves, loads)
+        plan = StepPlan(step_id, tuple(work), tuple(step.new_rows), tuple(step.new_pages), freed, copied, saves, loads)
         requests.freed_rows.clear()
         requests.copied_pages.clear()
         self._step_id = step_id
         self._launched[step_id] = launched
         if self._events is not None:
-            rows = [(row.row, row.request_id, len(row.tokens) // 4, row.pages) for row in new_rows]
+            rows = [(row.row, row.request_id, len(row.tokens) // 4, row.pages) for row in step.new_rows]
             items = [(item.row, item.start, item.count, item.samples) for item in work]
             copies = f" saves {saves} loads {loads}" if saves or loads else ""
-            self._events(f"{now_ns} plan {step_id} {items} rows {rows} pages {new_pages} freed {freed}{copies}")
+            self._events(f"{now_ns} plan {step_id} {items} rows {rows} pages {step.new_pages} freed {freed}{copies}")
         return plan
 
     def _allowance(self, decodes: int) -> Allowance:
@@ -199,71 +194,6 @@ class Scheduler:
         tokens = min(self._step_tokens - decodes, max(self._step_tokens - self._decode_tokens, 1))
         budget_ns = self._target_ns - self.step_time.decode_ns if self._target_ns > 0 else None
         return Allowance(self.step_time, tokens, budget_ns)
-
-    def _schedule_prompts(
-        self,
-        allowance: Allowance,
-        prefills: list[Sequence],
-        work: list[RowWork],
-        sequences: list[Sequence],
-        new_rows: list[NewRow],
-        now_ns: int,
-    ) -> None:
-        """Spend `allowance` on running and waiting prompts, the most urgent first."""
-        requests = self.requests
-        for sequence in prefills:
-            # The minimum keeps an urgency that was inherited from a request waiting for this one's pages.
-            sequence.score = min(sequence.score, requests.urgency(sequence, sequence.known - sequence.scheduled))
-        prefills.sort(key=lambda s: (s.score, s.number), reverse=True)
-        deferred: list[Sequence] = []
-        blocked = not requests.may_admit()
-        while allowance.open:
-            waiting = None if blocked or len(deferred) >= _MOST_DEFERRED else requests.waiting.first()
-            if prefills and (waiting is None or prefills[-1].score <= waiting.score):
-                sequence = prefills.pop()
-            elif waiting is None:
-                break
-            elif requests.must_wait_for_pages(waiting):
-                deferred.append(requests.waiting.pop())
-                continue
-            else:
-                if not requests.admit(waiting, now_ns):
-                    # Strictly in order: smaller requests behind this one could go on taking what it waits for.
-                    blocked = True
-                    continue
-                if waiting.arriving:
-                    continue  # its turn comes when its pages have
-                sequence = waiting
-            if not sequence.announced:
-                new_rows.append(requests.new_row(sequence, now_ns))
-            start = sequence.scheduled
-            left = sequence.known - start
-            count = allowance.take(start, left, PAGE_TOKENS)
-            work.append(RowWork(sequence.row, start, count, count == left))
-            sequences.append(sequence)
-            sequence.scheduled = start + count
-            sequence.known += count == left
-            sequence.in_flight += 1
-            sequence.last_step = self._step_id + 1
-        for sequence in deferred:
-            requests.waiting.push(sequence)
-
-    def _make_room(self, decodes: list[Sequence], prefills: list[Sequence], wanted: int, now_ns: int) -> None:
-        """Preempt until `wanted` pages are free, or will be when launched steps have been read."""
-        requests = self.requests
-        coming = requests.pool.free + sum(map(private_pages, requests.draining))
-        while wanted > coming:
-            taken = wanted - coming + requests.expected.reserved(requests.running)
-            victim = choose_victim(requests.running, taken)
-            if victim is None:
-                return
-            coming += private_pages(victim)
-            if victim in decodes:
-                decodes.remove(victim)
-                wanted -= victim.scheduled >= victim.page_end
-            elif victim in prefills:
-                prefills.remove(victim)
-            requests.preempt(victim, now_ns)
 
     # --- results ----------------------------------------------------------------------------------------------------
 
@@ -282,16 +212,24 @@ class Scheduler:
             raise ResultMismatch(f"step {plan.step_id} was answered with copies that were not ordered")
         if waited and not ended:
             raise ResultMismatch(f"step {plan.step_id} waited for copies and was answered without one")
-        if result.step_id != plan.step_id or [i.row for i in plan.work if i.samples] != [r.row for r in result.rows]:
+        if (
+            result.step_id != plan.step_id
+            or [i.row for i in plan.work if i.samples] != [r.row for r in result.rows]
+            or [i.row for i in plan.work if i.scores] != [s.row for s in result.scores]
+        ):
             raise ResultMismatch(f"step {plan.step_id} was answered by step {result.step_id} or with other rows")
         launched = self._launched.pop(plan.step_id)
         self._steps += 1
         if plan.work:
             self.step_time.observe(result.elapsed_ns, launched.decodes, launched.prefill_tokens, launched.prefill_pairs)
-        results = iter(result.rows)
+        results, scores = iter(result.rows), iter(result.scores)
         for item, sequence in zip(plan.work, launched.sequences, strict=True):
             sequence.in_flight -= 1
             sequence.computed = item.start + item.count
+            if item.scores:
+                found = next(scores)
+                if sequence.state is not State.ENDED:
+                    requests.score(sequence, item.start, found.logprobs)
             if item.samples:
                 row_result = next(results)
                 if sequence.state is not State.ENDED:

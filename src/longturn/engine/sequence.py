@@ -17,6 +17,7 @@ from enum import IntEnum
 
 from longturn.config import PAGE_TOKENS
 from longturn.engine.hashing import next_page_hash
+from longturn.engine.kv_events import CacheEvents
 from longturn.engine.pages import Page
 from longturn.engine.pool import PagePool
 from longturn.engine.records import EngineRequest, RequestTimes, pack_tokens
@@ -71,6 +72,7 @@ class Sequence:
         "scheduled",
         "scheduled_ns",
         "score",
+        "scored",
         "state",
         "stop_ids",
     )
@@ -120,6 +122,9 @@ class Sequence:
         self.preemptions = 0
         self.failed = False
         """Ended with ERROR: what it computed is not to be reused."""
+        self.scored = 0 if request.sampling.prompt_logprobs is not None else prompt_tokens
+        """Positions whose following prompt token has been given out with its log-probability; where a request does not
+        ask for them, all."""
         self.stop_ids = frozenset(request.sampling.stop_token_ids)
         self.min_tokens = request.sampling.min_tokens
 
@@ -129,10 +134,15 @@ class Sequence:
         return self.prompt_tokens + len(self.generated)
 
     @property
+    def scores(self) -> bool:
+        """Log-probabilities of the prompt are wanted still: nothing of it is taken from the cache."""
+        return self.scored < self.prompt_tokens - 1
+
+    @property
     def hit_limit(self) -> int:
         """Most pages a prefix hit may have: the last known token is computed again, for its logits, and a page that
         other requests may share is never written to."""
-        return (self.seen - 1) // PAGE_TOKENS
+        return 0 if self.scores else (self.seen - 1) // PAGE_TOKENS
 
     def tokens(self) -> bytes:
         """Prompt and returned output, int32 little-endian."""
@@ -188,3 +198,17 @@ class Sequence:
             return from_prompt
         first = max(0, begin - self.prompt_tokens)
         return from_prompt + pack_tokens(self.generated[first : begin + PAGE_TOKENS - self.prompt_tokens])
+
+
+def tell_stored(events: CacheEvents, sequence: Sequence, first: int) -> None:
+    """Tell of the pages of `sequence` from `first` on that became findable. Equal content that another request had
+    computed before is known under that one's page."""
+    run: list[tuple[bytes, bytes]] = []
+    end = min(min(sequence.computed, sequence.seen) // PAGE_TOKENS, len(sequence.hashes))
+    for index in range(first, end + 1):
+        if index < end and sequence.pages[index].hash == sequence.hashes[index]:
+            run.append((sequence.hashes[index], sequence.page_tokens(index)))
+        elif run:
+            start = index - len(run)
+            events.stored(sequence.hashes[start - 1] if start else None, run)
+            run = []

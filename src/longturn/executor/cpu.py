@@ -18,11 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from longturn.engine.protocols import ExecutorInfo
-from longturn.engine.records import RowResult, RowWork, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from longturn.engine.records import (
+    PromptScores,
+    RowResult,
+    RowWork,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from longturn.executor.grammar import GrammarError, Grammars
 from longturn.executor.offload import CopyReport, Offload
 from longturn.executor.rows import Rows, StepInputs
-from longturn.executor.sampler import NonFiniteLogits, sample
+from longturn.executor.sampler import NonFiniteLogits, sample, score
 from longturn.grammar_library import Vocabulary
 from longturn.models.formats import ServedFormats
 
@@ -106,6 +114,7 @@ class CpuExecutor:
             max_context_tokens=model.max_context_tokens,
             vocab_size=model.vocab_size,
             device=model.description,
+            scores_prompts=True,
             host_pages=0 if offload is None else offload.host_pages,
             **({} if formats is None else asdict(formats)),
         )
@@ -150,20 +159,40 @@ class CpuExecutor:
         if self._offload is not None:
             self._offload.begin(plan)
         self._rows.apply(plan)
-        results = self._results(plan) if plan.work else []
+        results, scores = self._results(plan) if plan.work else ([], [])
         copies = CopyReport() if self._offload is None else self._offload.ended(plan)
         elapsed_ns = time.perf_counter_ns() - begin_ns if plan.work else 0
-        return StepResult(plan.step_id, tuple(results), elapsed_ns, *copies)
+        return StepResult(plan.step_id, tuple(results), elapsed_ns, *copies, scores=tuple(scores))
 
-    def _results(self, plan: StepPlan) -> list[RowResult]:
+    def _results(self, plan: StepPlan) -> tuple[list[RowResult], list[PromptScores]]:
         """Compute a plan's work."""
         inputs = self._rows.inputs(plan.work)
         sampling = [w for w in plan.work if w.samples]
-        if all(self._rows.sampling(w.row).plain_greedy for w in sampling):
+        scores = any(w.scores for w in plan.work)
+        if not scores and all(self._rows.sampling(w.row).plain_greedy for w in sampling):
             tokens = self._model.greedy(inputs)
-            return [self._greedy_result(w, int(token)) for w, token in zip(sampling, tokens, strict=True)]
+            return [self._greedy_result(w, int(token)) for w, token in zip(sampling, tokens, strict=True)], []
         logits = self._model.logits(inputs)
-        return [self._sample(w, row_logits) for w, row_logits in zip(sampling, logits, strict=True)]
+        if not scores:
+            return [self._sample(w, row_logits) for w, row_logits in zip(sampling, logits, strict=True)], []
+        return self._scored(plan, logits)
+
+    def _scored(self, plan: StepPlan, logits: npt.NDArray[np.float32]) -> tuple[list[RowResult], list[PromptScores]]:
+        """As `_results`, of a plan with work that scores a prompt."""
+        results: list[RowResult] = []
+        scores: list[PromptScores] = []
+        at = 0
+        for w in plan.work:
+            if w.scores:
+                following = self._rows.following(w)
+                count = self._rows.sampling(w.row).params.prompt_logprobs or 0
+                found = zip(logits[at : at + len(following)], following, strict=True)
+                scores.append(PromptScores(w.row, tuple(score(row, int(token), count) for row, token in found)))
+                at += len(following)
+            if w.samples:
+                results.append(self._sample(w, logits[at]))
+                at += 1
+        return results, scores
 
     def _greedy_result(self, work: RowWork, token: int) -> RowResult:
         if token < 0:

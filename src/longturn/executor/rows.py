@@ -34,7 +34,8 @@ class StepInputs:
     page_tables: Int32
     """[rows, max pages] page ids; entries past a row's pages are 0, the null page."""
     sample_index: Int32
-    """[n] indices into the T tokens whose next token is wanted."""
+    """[n] indices into the T tokens whose next token is wanted, or its log-probability: of each work item those that
+    score, then the one that samples."""
 
 
 class Rows:
@@ -48,6 +49,7 @@ class Rows:
         self.page_tables = np.zeros((rows, max_pages), np.int32)
         self._tokens = np.zeros((rows, max_context_tokens + 1), np.int32)
         self._known = np.zeros(rows, np.int32)
+        self._prompt = np.zeros(rows, np.int32)
         self._pages = np.zeros(rows, np.int32)
         self._sampling: list[SamplingState | None] = [None] * rows
 
@@ -62,6 +64,7 @@ class Rows:
             tokens = np.frombuffer(new.tokens, "<i4").astype(np.int32, copy=False)
             self._tokens[new.row, : len(tokens)] = tokens
             self._known[new.row] = len(tokens)
+            self._prompt[new.row] = new.prompt_tokens
             self.page_tables[new.row] = 0
             self.page_tables[new.row, : len(new.pages)] = new.pages
             self._pages[new.row] = len(new.pages)
@@ -97,10 +100,21 @@ class Rows:
             positions[at : at + w.count] = np.arange(w.start, end, dtype=np.int32)
             at += w.count
             query_starts[item + 1] = at
+            if w.scores:
+                sample_index.extend(range(at - w.count, at - w.count + self.scored(w)))
             if w.samples:
                 sample_index.append(at - 1)
         rows = np.array([w.row for w in work], np.int32)
         return StepInputs(tokens, positions, query_starts, rows, self.page_tables, np.array(sample_index, np.int32))
+
+    def scored(self, work: RowWork) -> int:
+        """Positions of a work item with `scores` that are followed by a token of the prompt."""
+        return max(0, min(work.start + work.count, int(self._prompt[work.row]) - 1) - work.start)
+
+    def following(self, work: RowWork) -> Int32:
+        """[scored] the tokens that follow those positions."""
+        tokens: Int32 = self._tokens[work.row, work.start + 1 : work.start + 1 + self.scored(work)]
+        return tokens
 
     def _grammar(self, new: NewRow, tokens: Int32) -> GrammarRow | None:
         text = new.sampling.grammar

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -246,6 +246,16 @@ def _truncate(weights: Doubles, params: SamplingParams) -> Ints:
         keep[0] = True
         ids = ids[keep]
     return ids
+
+
+def score(logits: Floats, token: int, count: int) -> TokenLogprobs:
+    """As `logprobs_of`, of a token that was not sampled, with its rank; NaN where the logits are no numbers.
+
+    Of equally likely tokens each has the rank of the first.
+    """
+    if not math.isfinite(float(logits.max())):
+        return TokenLogprobs(math.nan)
+    return replace(logprobs_of(logits, token, count), rank=int(np.count_nonzero(logits > logits[token])) + 1)
 
 
 def logprobs_of(logits: Floats, token: int, count: int) -> TokenLogprobs:

@@ -152,7 +152,7 @@ def as_written(prompt: ChatPrompt, turns: Mapping[int, Turn]) -> ChatPrompt:
 
 def check_values(prompt: ChatPrompt) -> None:
     """Raises RequestError unless all that a client has put into a prompt are JSON values."""
-    _plain([*prompt.messages, *prompt.tools, prompt.template_kwargs])
+    _plain([*prompt.messages, *prompt.callable_tools, prompt.template_kwargs])
 
 
 class _Spelled(str):

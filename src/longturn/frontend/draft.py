@@ -135,6 +135,14 @@ class Drafts:
             extends=last and plain.found is not None and plain.found.is_last,
         )
 
+    def settled(self, prompt: ChatPrompt, request: TextRequest) -> str:
+        """The whole text of a chat's prompt, volatile lines moved where that is the mode.
+
+        Raises:
+            RequestError: the template refuses the messages.
+        """
+        return self.render(self._headers.settled(prompt, request))
+
     def render(self, prompt: ChatPrompt) -> str:
         """The whole text of a chat's prompt.
 

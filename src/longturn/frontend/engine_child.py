@@ -157,6 +157,13 @@ class EngineChild:
         last = next((line for line in reversed(self._tail) if line.strip()), None)
         return f"exit code {code}" if last is None else f"exit code {code} ({last.strip()})"
 
+    def abort(self) -> None:
+        """End a process that does not listen: it writes where its threads stand, or is killed if it does not even do
+        that."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGABRT)
+            asyncio.get_running_loop().call_later(STOP_S, self.kill)
+
     def kill(self) -> None:
         """End the process at once."""
         with contextlib.suppress(ProcessLookupError):

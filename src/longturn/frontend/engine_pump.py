@@ -27,6 +27,9 @@ IDLE_WAIT_S = 1.0
 """Longest wait for a command while the engine has no work."""
 HELD_WAIT_S = 0.005
 """The same while requests are held until the executor is ready for them."""
+QUIET_WAIT_S = 0.05
+"""The same while the executor has work of its own left, which a command then waits for: a client that goes on at once
+does not meet it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,13 @@ class PreparingEngine(Protocol):
     def ready(self, sampling: SamplingParams) -> bool: ...
 
 
+@runtime_checkable
+class IdlingEngine(Protocol):
+    """An engine that has something to do without requests; see `engine.protocols.Idling`."""
+
+    def idle(self) -> bool: ...
+
+
 class Transport(Protocol):
     """Where commands come from and outputs go."""
 
@@ -121,10 +131,10 @@ class Transport(Protocol):
 
 def pump(engine: PumpedEngine, transport: Transport) -> None:
     """Run `engine` until the transport says `Stop`. Raises what `engine.step` raises."""
-    was_busy = False
+    idling = isinstance(engine, IdlingEngine)
     held: list[EngineRequest] = []
     while True:
-        idle_wait_s = HELD_WAIT_S if held else IDLE_WAIT_S
+        idle_wait_s = HELD_WAIT_S if held else QUIET_WAIT_S if idling else IDLE_WAIT_S
         commands = transport.receive(0.0 if engine.has_work() else idle_wait_s)
         for command in commands:
             if isinstance(command, Stop):
@@ -147,15 +157,16 @@ def pump(engine: PumpedEngine, transport: Transport) -> None:
             for request in (prepared := [request for request in held if _ready(engine, request)]):
                 _add(engine, transport, request)
             held = [request for request in held if request not in prepared]
+        if idling and not commands and not held and not engine.has_work():
+            idling = isinstance(engine, IdlingEngine) and engine.idle()
         # An abort can leave its last output behind without leaving work, hence a step after any command.
         outputs = engine.step() if commands or engine.has_work() else None
         if outputs is not None:
             transport.send_outputs(outputs)
-        busy = engine.has_work()
-        if not busy and (was_busy or commands):
-            # The gauges of the last step still count the requests that it finished.
+        if not held and not engine.has_work():
+            # After work: the gauges of the last step still count the requests that it finished. Otherwise a sign of
+            # life, about once a second.
             transport.send_outputs(StepOutputs(stats=engine.stats()))
-        was_busy = busy
 
 
 def _ready(engine: PumpedEngine, request: EngineRequest) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from longturn.config import PAGE_TOKENS
 from longturn.engine.hashing import page_hashes, salt_key
-from longturn.engine.records import EngineRequest, FinishReason, SamplingParams, pack_tokens, unpack_tokens
-from longturn.errors import EngineDeadError, LongturnError, RequestError
+from longturn.engine.records import EngineRequest, FinishReason, SamplingParams, pack_tokens
+from longturn.errors import EngineDeadError
 from longturn.frontend.chat_template import ChatTemplates
 from longturn.frontend.conversation import (
     ConversationMemory,
@@ -19,31 +19,30 @@ from longturn.frontend.conversation import (
     Turn,
     text_digest,
 )
+from longturn.frontend.conversation_ids import Form, bare_form
 from longturn.frontend.conversation_keys import text_key
 from longturn.frontend.conversation_reuse import Comparison, compare, reuse_of
 from longturn.frontend.draft import Draft, Drafts, check_ids
 from longturn.frontend.engine_client import EngineClient
-from longturn.frontend.grammar import GrammarSpec
-from longturn.frontend.grammar_compiler import GrammarCompiler, GrammarLimits
-from longturn.frontend.grammar_reasoning import ReasoningMarks
-from longturn.frontend.grammar_vocabulary import end_token_ids, reasoning_marks, vocabulary_of
+from longturn.frontend.grammar_compiler import GrammarLimits
+from longturn.frontend.grammar_vocabulary import end_token_ids, vocabulary_of
 from longturn.frontend.output import OutputText
 from longturn.frontend.parsers.output import OutputParser
 from longturn.frontend.parsers.registry import AUTO, OutputFormat, output_format
-from longturn.frontend.parsers.tool_grammar import tool_grammar
 from longturn.frontend.records import (
     ChatPrompt,
     Prompt,
+    PromptIds,
     Reuse,
     TextChunk,
     TextPrompt,
     TextRequest,
     TokenPrompt,
 )
+from longturn.frontend.request_grammar import RequestGrammars, failure_of
 from longturn.frontend.tokenizer import Tokenizer, load_tokenizer
 from longturn.frontend.validate import ModelLimits, check_prompt_tokens, check_request
 from longturn.frontend.volatile import HeaderWatch
-from longturn.grammar_library import CANNOT_FOLLOW
 from longturn.source import ModelSource
 
 _THREAD_CHARS = 16_384
@@ -96,8 +95,12 @@ class Frontend:
         self._caches = caches
         self._output = output or OutputFormat()
         self._drafts = Drafts(tokenizer, templates, limits, self.memory, headers or HeaderWatch(), self._output)
-        self._grammars = GrammarCompiler(
-            lambda: vocabulary_of(tokenizer, limits.vocab_size, limits.eos_token_ids), grammar_limits
+        self._grammars = RequestGrammars(
+            tokenizer,
+            self._output,
+            limits,
+            lambda: vocabulary_of(tokenizer, limits.vocab_size, limits.eos_token_ids),
+            grammar_limits,
         )
 
     @classmethod
@@ -154,15 +157,15 @@ class Frontend:
         """
         check_request(request, self.limits)
         draft = self._drafts.draft(request)
-        spec = self._spec(request)
-        grammar = None if spec is None else self._grammars.compile_now(spec, self._marks(request, draft.rendered))
+        grammar = self._grammars.compiled_now(request, draft.rendered)
         return self._prepared(request, draft, self._drafts.encode(draft), grammar)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """Chunks of the answer as it is written; the last one has `finish` and `usage`.
 
         A chunk may have tokens and no text (half a character, the beginning of a stop string or of a tool call, a
-        control token). Reasoning and tool calls are given apart where the request asks for it and the model has
+        control token), and the first one may have neither: where a long prompt is still being computed, it tells how
+        much of it was cached. Reasoning and tool calls are given apart where the request asks for it and the model has
         parsers for them.
         Closing the iterator ends the request in the engine.
 
@@ -173,9 +176,7 @@ class Frontend:
         """
         check_request(request, self.limits)
         draft = self._drafts.draft(request)
-        spec, grammar = self._spec(request), None
-        if spec is not None:
-            grammar = await self._grammars.compile(spec, self._marks(request, draft.rendered))
+        grammar = await self._grammars.compiled(request, draft.rendered)
         if len(draft.text) > _THREAD_CHARS:
             ids = await asyncio.to_thread(self._drafts.encode, draft)
         else:
@@ -188,14 +189,14 @@ class Frontend:
             diverged_at=prepared.compared.diverged_at,
             parser=OutputParser.of(self._output, request, prepared.rendered),
         )
-        prompt_ids: tuple[int, ...] | None = tuple(unpack_tokens(prepared.engine_request.prompt))
+        prompt_ids: PromptIds | None = PromptIds(prepared.engine_request.prompt)
         reuse: Reuse | None = None
         outputs = self.engine.generate(prepared.engine_request)
         try:
             async for output in outputs:
                 if output.finish is FinishReason.ERROR:
-                    raise _failure(request, output.error)
-                chunk = state.feed(output)
+                    raise failure_of(request, output.error)
+                chunk = state.feed(output, prepared.engine_request.prompt)
                 if reuse is None:
                     reuse = reuse_of(prepared.compared, output.cached_tokens, caches=self._caches)
                 if chunk.finish is not None:
@@ -217,12 +218,22 @@ class Frontend:
 
     # --- text and tokens ---------------------------------------------------------------------------------------------
 
-    async def tokenize(self, prompt: Prompt | str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text or a conversation, as a generation request would have them.
+    async def tokenize(
+        self,
+        prompt: Prompt | str,
+        *,
+        add_special_tokens: bool = True,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[int]:
+        """Token ids of a text or a conversation, as a generation request would have them if nothing were known of its
+        earlier turns.
 
         Args:
             prompt: a prompt record, or plain text.
             add_special_tokens: for text: with the tokenizer's beginning-of-text token, if it has one.
+            tenant: who asks: lines of a system prompt are moved as they are for this client.
+            cache_salt: as in a request.
 
         Raises:
             RequestError: the text is not valid Unicode, or the template refuses the messages.
@@ -230,7 +241,8 @@ class Frontend:
         if isinstance(prompt, TokenPrompt):
             return list(prompt.token_ids)
         if isinstance(prompt, ChatPrompt):
-            text, add_special_tokens = self._drafts.render(prompt), False
+            request = TextRequest("", prompt, SamplingParams(max_tokens=0), tenant=tenant, cache_salt=cache_salt)
+            text, add_special_tokens = self._drafts.settled(prompt, request), False
         else:
             text = prompt.text if isinstance(prompt, TextPrompt) else prompt
         if len(text) <= _THREAD_CHARS:
@@ -247,31 +259,6 @@ class Frontend:
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     # --- steps of a request ------------------------------------------------------------------------------------------
-
-    def _spec(self, request: TextRequest) -> GrammarSpec | None:
-        """What the answer must be: what the request asks for, and what its tools do."""
-        prompt, form = request.prompt, self._output
-        if not request.parse_tools or not isinstance(prompt, ChatPrompt):
-            return request.grammar
-        marks = form.tools.markers if form.tools else ()
-        special = self.tokenizer.special_ids
-        tokens = {mark: token for mark in marks if (token := self.tokenizer.token_id(mark)) in special}
-        return tool_grammar(
-            None if form.tools is None else form.tools.grammar,
-            prompt.tools,
-            request.tool_choice,
-            {mark: token for mark, token in tokens.items() if token is not None},
-            request.grammar,
-            may_open_lines=form.reasoning is not None and form.reasoning.spaced,
-            reasoning_open=None if form.reasoning is None else form.reasoning.markers[0],
-        )
-
-    def _marks(self, request: TextRequest, rendered: str) -> ReasoningMarks | None:
-        """How this chat's answer may reason before its grammar begins; None where the model does not."""
-        form = self._output.reasoning
-        if form is None or not isinstance(request.prompt, ChatPrompt):
-            return None
-        return reasoning_marks(form, self.tokenizer, rendered)
 
     def _prepared(self, request: TextRequest, draft: Draft, new_ids: list[int], grammar: str | None) -> PreparedRequest:
         ids = draft.ids + pack_tokens(new_ids)
@@ -335,19 +322,18 @@ class Frontend:
             arguments=tuple(call["function"]["arguments"] for call in message.get("tool_calls", ())),
             tools=history.tools,
             template_arguments=history.arguments,
+            bare=self._bare(prepared.rendered, text, message) if isinstance(prompt, ChatPrompt) else None,
         )
         if isinstance(prompt, ChatPrompt):
             self.memory.remember(history, message, turn)
         else:
             self.memory.remember(history, text_key(prepared.rendered + text + end_text, history.scope), turn)
 
-
-def _failure(request: TextRequest, cause: str | None) -> LongturnError:
-    """Why the engine ended a request with an error, as its client shall see it."""
-    if request.grammar is not None and cause is not None and cause.startswith(CANNOT_FOLLOW):
-        # The request's own doing: a grammar may compile and turn out too large for the library at a later token.
-        return RequestError(f"'{request.grammar.param}': {cause}", param=request.grammar.param, code="invalid_value")
-    return LongturnError(f"request {request.request_id} failed: {cause or 'no cause given'}")
+    def _bare(self, rendered: str, text: str, message: Mapping[str, Any]) -> Form | None:
+        form = self._output.reasoning
+        if form is None or len(form.markers) != 2 or str(message.get("reasoning_content", "")).strip():
+            return None
+        return bare_form(rendered, text, *form.markers)
 
 
 async def _close(iterator: AsyncIterator[Any]) -> None:

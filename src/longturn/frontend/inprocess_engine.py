@@ -7,6 +7,7 @@ import collections
 import concurrent.futures
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 
 from longturn.engine.records import EngineRequest, EngineStats, RequestOutput, StepOutputs
@@ -25,12 +26,25 @@ from longturn.frontend.output_stream import OutputStream
 
 log = logging.getLogger(__name__)
 
+HUNG_JOIN_S = 5.0
+"""Time that a thread which hangs is given to end."""
+
 
 class InProcessEngine:
     """An `EngineClient` over an engine that runs on its own thread. Readers may live on any event loops."""
 
-    def __init__(self, engine: PumpedEngine) -> None:
+    def __init__(self, engine: PumpedEngine, *, silence_s: float = 0.0) -> None:
+        """
+        Args:
+            engine: what to run.
+            silence_s: one that neither takes commands nor says anything for this long hangs: its readers get
+                `EngineDeadError`, and it counts as dead until it goes on. 0 waits for ever.
+        """
         self._engine = engine
+        self._silence_s = silence_s
+        self._heard_s = time.monotonic()
+        self._hung: str | None = None
+        self._ended = threading.Event()
         self._inbox: collections.deque[Command] = collections.deque()
         self._arrived = threading.Condition()
         self._lock = threading.Lock()
@@ -42,14 +56,16 @@ class InProcessEngine:
         self._reset_count = 0
         self._thread = threading.Thread(target=self._run, name="longturn-engine", daemon=True)
         self._thread.start()
+        if silence_s:
+            threading.Thread(target=self._watch, name="longturn-engine-watch", daemon=True).start()
 
     @property
     def alive(self) -> bool:
-        return self._dead is None
+        return self._dead is None and self._hung is None
 
     def health(self) -> str:
         """`ok`, or one line that says why there is no engine."""
-        return self._dead or "ok"
+        return self._dead or self._hung or "ok"
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -63,8 +79,8 @@ class InProcessEngine:
         """See `EngineClient.generate`."""
         stream = OutputStream()
         with self._lock:
-            if self._dead is not None:
-                raise EngineDeadError(self._dead)
+            if not self.alive:
+                raise EngineDeadError(self.health())
             if request.request_id in self._streams:
                 raise RequestError(f"request id '{request.request_id}' is in use", param="request_id")
             self._streams[request.request_id] = stream
@@ -111,16 +127,19 @@ class InProcessEngine:
     def close(self) -> None:
         """Stop the thread and close the engine; readers that still wait get `EngineDeadError`."""
         self._command(Stop())
-        self._thread.join()
+        # One that hangs is left behind: the thread ends with the process.
+        self._thread.join(HUNG_JOIN_S if self._hung else None)
 
     # --- Transport, called on the engine's thread --------------------------------------------------------------------
 
     def receive(self, wait_s: float) -> Sequence[Command]:
+        self._heard()
         with self._arrived:
             if not self._inbox and wait_s > 0:
                 self._arrived.wait(wait_s)
             commands = list(self._inbox)
             self._inbox.clear()
+        self._heard()
         return commands
 
     def send_outputs(self, outputs: StepOutputs) -> None:
@@ -158,6 +177,25 @@ class InProcessEngine:
             self._inbox.append(command)
             self._arrived.notify()
 
+    def _heard(self) -> None:
+        self._heard_s = time.monotonic()
+        self._hung = None
+
+    def _watch(self) -> None:
+        """On a thread of its own: tell readers of an engine that hangs."""
+        while not self._ended.wait(min(1.0, self._silence_s / 4)):
+            if time.monotonic() - self._heard_s <= self._silence_s or self._hung is not None:
+                continue
+            with self._lock:
+                self._hung = f"the engine hangs: it did nothing for {self._silence_s:g} s"
+                streams = dict(self._streams)
+                self._streams.clear()
+                why = self._hung
+            log.error("%s", why)
+            for request_id, stream in streams.items():
+                _fail(stream, EngineDeadError(why))
+                self._command(Abort(request_id))  # for when it goes on
+
     def _forget(self, output: RequestOutput) -> None:
         with self._lock:
             self._streams.pop(output.request_id, None)
@@ -172,6 +210,7 @@ class InProcessEngine:
             log.exception("the engine died")
             cause = f"the engine died: {type(error).__name__}: {error}"
         finally:
+            self._ended.set()
             with self._lock:
                 self._dead = cause
                 streams = list(self._streams.values())

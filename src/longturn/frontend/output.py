@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from longturn.engine.records import FinishReason, RequestOutput, TokenLogprobs
+from longturn.engine.records import FinishReason, RequestOutput, TokenLogprobs, unpack_tokens
 from longturn.frontend.detokenizer import Detokenizer
 from longturn.frontend.parsers.output import OutputParser, OutputPiece
-from longturn.frontend.records import TextChunk, TextPrompt, TextRequest, TokenLogprob, TokenPrompt, Usage
+from longturn.frontend.records import (
+    PromptLogprobs,
+    TextChunk,
+    TextPrompt,
+    TextRequest,
+    TokenLogprob,
+    TokenPrompt,
+    Usage,
+)
 from longturn.frontend.stop import StopFinder, StopResult
 from longturn.frontend.tokenizer import Tokenizer
 
@@ -45,11 +53,17 @@ class OutputText:
         self._ids: list[int] = []
         self._cached_tokens = 0
         self._cut = False
+        self._scores = request.sampling.prompt_logprobs is not None
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self.stop_token_id: int | None = None
         """The stop token that the engine sampled at the end, if the output ended so."""
 
-    def feed(self, output: RequestOutput) -> TextChunk:
-        """The chunk for one engine output. It has `finish` when the output is over, which a stop string may make it."""
+    def feed(self, output: RequestOutput, prompt: bytes = b"") -> TextChunk:
+        """The chunk for one engine output. It has `finish` when the output is over, which a stop string may make it.
+
+        `prompt`: token ids, int32 little-endian; for requests that ask for its log-probabilities.
+        """
+        self._prompt_logprobs += output.prompt_logprobs
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         parts: list[str] = []
         finish, stop, used = output.finish, None, 0
@@ -83,12 +97,14 @@ class OutputText:
             text=parsed.content,
             reasoning=parsed.reasoning,
             tool_calls=parsed.calls,
+            behind_calls=parsed.behind,
             token_ids=output.token_ids[:used],
             logprobs=tuple(map(self._logprob, output.token_ids[:used], output.logprobs)),
             finish=finish,
             stop_text=stop,
             usage=None if finish is None else self._usage(),
             times=output.times,
+            prompt_logprobs=self._scored(prompt) if output.token_ids or finish is not None else None,
         )
 
     @property
@@ -124,7 +140,12 @@ class OutputText:
         if not last:
             return piece
         rest = self._parser.finish()
-        return OutputPiece(piece.content + rest.content, piece.reasoning + rest.reasoning, (*piece.calls, *rest.calls))
+        return OutputPiece(
+            piece.content + rest.content,
+            piece.reasoning + rest.reasoning,
+            (*piece.calls, *rest.calls),
+            piece.behind + rest.behind,
+        )
 
     def _reasoning_tokens(self) -> int:
         """Tokens that have text in the reasoning; those of its markers alone do not count."""
@@ -137,6 +158,17 @@ class OutputText:
             begin < end and (mark > first or begin == mark == first)
             for begin, mark in zip(begins, self._marks, strict=False)
         )
+
+    def _scored(self, prompt: bytes) -> PromptLogprobs | None:
+        """The prompt's log-probabilities, once."""
+        if not self._scores:
+            return None
+        self._scores = False
+        ids, found = unpack_tokens(prompt), self._prompt_logprobs
+        self._prompt_logprobs = []
+        # An answer that ended before its prompt was computed has fewer.
+        tokens = tuple(map(self._logprob, ids[1:], found))
+        return PromptLogprobs(ids[0], self._tokenizer.token_text(ids[0]), tokens)
 
     def _usage(self) -> Usage:
         return Usage(
@@ -154,6 +186,7 @@ class OutputText:
             text=tokenizer.token_text(token_id),
             token_bytes=tokenizer.token_bytes(token_id),
             logprob=logprobs.token,
+            rank=logprobs.rank,
             top=tuple(
                 (top_id, tokenizer.token_text(top_id), tokenizer.token_bytes(top_id), value)
                 for top_id, value in zip(logprobs.top_ids, logprobs.top, strict=True)

@@ -14,6 +14,7 @@ def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         second,
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
         cached_tokens=max(first.cached_tokens, second.cached_tokens),
         preemptions=max(first.preemptions, second.preemptions),
     )

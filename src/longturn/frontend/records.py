@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
-from longturn.engine.records import FinishReason, RequestTimes, SamplingParams
+from longturn.engine.records import FinishReason, RequestTimes, SamplingParams, unpack_tokens
 from longturn.frontend.grammar import GrammarSpec
 
 
@@ -22,6 +22,13 @@ class ChatPrompt:
     """Variables for the template. `enable_thinking` (true or false) is translated where the template has another name
     for it; templates that know no thinking ignore it."""
     add_generation_prompt: bool = True
+    deferred_tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools that may be called and are not among the prompt's: the messages say what must be known of them."""
+
+    @property
+    def callable_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """All that may be called."""
+        return (*self.tools, *self.deferred_tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,37 @@ class TextPrompt:
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
     token_ids: tuple[int, ...]
+
+
+class PromptIds(Sequence[int]):
+    """Token ids of a prompt, read when somebody asks for them: most callers want their number alone."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes) -> None:
+        """`packed`: int32 little-endian."""
+        self.packed = packed
+
+    def __len__(self) -> int:
+        return len(self.packed) // 4
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        return unpack_tokens(self.packed)[at]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(unpack_tokens(self.packed))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PromptIds):
+            return self.packed == other.packed
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(self.packed)
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
@@ -74,6 +112,8 @@ class TextRequest:
     grammar: GrammarSpec | None = None
     """What the answer must be. Where a chat's model reasons first, the grammar holds behind the reasoning. The end of a
     grammar ends the answer, also with `ignore_eos` or before `min_tokens`."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens of the answer; it ends by itself only if an end token is one of them. Not beside a grammar."""
     session_id: str | None = None
     cache_salt: str | None = None
     tenant: str | None = None
@@ -91,6 +131,19 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, str, bytes, float], ...] = ()
     """(token id, text, bytes, log-probability), most likely first."""
+    rank: int = 0
+    """As `engine.records.TokenLogprobs` has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """A prompt's tokens with their log-probabilities."""
+
+    first_id: int
+    first_text: str
+    """The first token, which nothing precedes that could make it likely."""
+    tokens: tuple[TokenLogprob, ...]
+    """All others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +154,7 @@ class ToolCallDelta:
     id: str = ""
     name: str = ""
     arguments: str = ""
-    """Of the whole call: a JSON object."""
+    """Of all pieces together: a JSON object; its beginning if the answer was cut off inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +164,7 @@ class ToolCall:
     id: str = ""
     name: str = ""
     arguments: str = ""
-    """A JSON object."""
+    """A JSON object; its beginning if the answer was cut off inside, other text if the model wrote no JSON."""
 
 
 class ReuseReason(StrEnum):
@@ -186,8 +239,10 @@ class TextChunk:
     """All that the model wrote, or what is left for the reader where reasoning and tool calls are given apart."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: Sequence[int] | None = None
     """On the first chunk only."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of a request with `sampling.prompt_logprobs`: on the first chunk that has tokens, or ends the answer."""
     finish: FinishReason | None = None
     stop_text: str | None = None
     """The stop string that ended the output, if one did."""
@@ -195,5 +250,7 @@ class TextChunk:
     times: RequestTimes | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    behind_calls: int = 0
+    """Characters at the end of `text` that the model wrote behind its first call; all before them stand before it."""
     reuse: Reuse | None = None
     """On the first chunk only."""

@@ -28,7 +28,8 @@ class RemoteEngine:
     """An `EngineClient` over an engine process. All methods belong to the event loop that called `start`.
 
     When the process dies, requests in flight fail with `EngineDeadError`, the cause is logged with the last lines
-    that the process wrote, and it is started again; if it dies a second time within ten minutes it stays dead.
+    that the process wrote, and it is started again; if it dies a second time within ten minutes it stays dead. One that
+    says nothing for `server.engine_silence_s` is ended, which leaves its stacks in the log, and counts as dead.
     """
 
     def __init__(
@@ -50,6 +51,11 @@ class RemoteEngine:
         self._down: str | None = "the engine is starting"
         self._restarts = 0
         self._closing = False
+        self._silence_s = config.server.engine_silence_s
+        self._heard_s = 0.0
+        """When the process last said something."""
+        self._hung: str | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._resets: dict[int, asyncio.Future[int]] = {}
         self._reset_count = 0
 
@@ -94,6 +100,8 @@ class RemoteEngine:
             await self.close()
             raise
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        if self._silence_s:
+            self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
         return info
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
@@ -150,9 +158,10 @@ class RemoteEngine:
         self._closing = True
         self._down = "the engine was closed"
         self._fail_streams(self._down)
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.gather(self._supervisor, return_exceptions=True)
+        for task in (self._watcher, self._supervisor):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self._child is not None:
             await self._child.close()
             self._child = None
@@ -164,9 +173,27 @@ class RemoteEngine:
         assert self._context is not None
         self._child = await EngineChild.spawn(self._config, self._factory, self._context)
         self._info = await self._child.ready()
+        self._hung, self._heard_s = None, self._monotonic_s()
         if not self._closing:
             self._down = None
         return self._info
+
+    async def _watch(self) -> None:
+        """End a process that is alive and says nothing: one that works or waits says something every second."""
+        pause_s = min(1.0, self._silence_s / 4)
+        looked_s = self._monotonic_s()
+        while True:
+            await asyncio.sleep(pause_s)
+            now_s = self._monotonic_s()
+            if now_s - looked_s > 2 * pause_s + 0.5:
+                self._heard_s = now_s  # it was this process that stood still, and what was said waits to be read
+            looked_s = now_s
+            if self._down is None and self._child is not None and now_s - self._heard_s > self._silence_s:
+                self._hung = f"it said nothing for {self._silence_s:g} s"
+                self._down = f"the engine hangs: {self._hung}"
+                log.error("%s (server.engine_silence_s); it is ended", self._down)
+                self._fail_streams(self._down)
+                self._child.abort()
 
     async def _supervise(self) -> None:
         last_death_s: float | None = None
@@ -178,6 +205,7 @@ class RemoteEngine:
                 log.exception("the engine process sent what cannot be read")
                 self._child.kill()
             cause = await self._child.cause()
+            cause = self._hung or cause
             now_s = self._monotonic_s()
             again = last_death_s is None or now_s - last_death_s > SECOND_DEATH_WINDOW_S
             last_death_s = now_s
@@ -204,6 +232,7 @@ class RemoteEngine:
             log.warning("the engine is running again")
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
+        self._heard_s = self._monotonic_s()
         self._stats = outputs.stats
         for output in outputs.outputs:
             # An aborted request's reader is gone before its last output arrives.

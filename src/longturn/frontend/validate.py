@@ -43,6 +43,13 @@ def check_request(request: TextRequest, limits: ModelLimits) -> None:
         raise RequestError(
             "constrained output needs a model with an end token", param=request.grammar.param, code="unsupported_value"
         )
+    if request.allowed_token_ids is not None:
+        if not request.allowed_token_ids:
+            raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+        if not limits.eos_token_ids:
+            raise RequestError("allowed_token_ids needs a model with an end token", param="allowed_token_ids")
+        for token_id in request.allowed_token_ids:
+            _token("allowed_token_ids", token_id, limits.vocab_size)
     if isinstance(request.prompt, ChatPrompt) and not request.prompt.messages:
         raise RequestError("messages must not be empty", param="messages")
 
@@ -67,6 +74,8 @@ def check_sampling(sampling: SamplingParams, limits: ModelLimits) -> None:
         )
     if sampling.logprobs is not None:
         _between("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+    if sampling.prompt_logprobs is not None:
+        _between("prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS)
     _between("seed", sampling.seed, -(1 << 63), (1 << 63) - 1)
     for token_id, bias in sampling.logit_bias:
         _token("logit_bias", token_id, limits.vocab_size)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from longturn.frontend.conversation_keys import SYSTEM_ROLES, History, body_of, scope_of
+from longturn.frontend.conversation_keys import SYSTEM_ROLES, History, scope_of
 from longturn.frontend.records import ChatPrompt, TextRequest, VolatileSpan
 from longturn.frontend.volatile_lines import LearnedLine, Moved, learned_line, move_lines
 
@@ -122,7 +122,7 @@ class HeaderWatch:
         moved = move_lines(prompt, known.lines if known is not None else ())
         if moved is None:
             return prompt
-        return moved.prompt(self._pinned(moved, body_of(prompt, scope), scope))
+        return moved.prompt(self._pinned(moved, scope))
 
     def observe(self, prompt: ChatPrompt, rendered: str, request: TextRequest, history: History) -> VolatileSpan | None:
         """The first volatile part of a prompt whose beginning was not seen before; None if it has none.
@@ -161,9 +161,10 @@ class HeaderWatch:
         self._tell(request, scope, span, same_conversation)
         return span
 
-    def _pinned(self, moved: Moved, body: bytes, scope: bytes) -> tuple[str, ...]:
-        """The header lines that this conversation began with: a model has no use for newer ones."""
-        key = hashlib.blake2b(moved.stable.encode("utf-8", "surrogatepass") + body, digest_size=32, key=scope).digest()
+    def _pinned(self, moved: Moved, scope: bytes) -> tuple[str, ...]:
+        """The header lines that this system prompt came with first: a model has no use for others, and templates write
+        the tools behind them."""
+        key = hashlib.blake2b(moved.stable.encode("utf-8", "surrogatepass"), digest_size=32, key=scope).digest()
         lines = self._pins.setdefault(key, moved.headers)
         self._pins.move_to_end(key)
         while len(self._pins) > _PINS:
@@ -219,11 +220,12 @@ class HeaderWatch:
 
 def head_of(prompt: ChatPrompt, rendered: str) -> str:
     """A rendering up to its first message that is not the system's."""
-    first = next((m for m in prompt.messages if m.get("role") not in SYSTEM_ROLES), None)
-    content = None if first is None else first.get("content")
+    number = next((n for n, m in enumerate(prompt.messages) if m.get("role") not in SYSTEM_ROLES), None)
+    content = None if number is None else prompt.messages[number].get("content")
     if isinstance(content, str) and (start := content.strip()[:_FIND_CHARS]):
         # The system prompt may hold the same text; behind its end is where the message is.
-        systems = [m["content"].strip() for m in prompt.messages if m.get("role") in SYSTEM_ROLES and m.get("content")]
+        # (Some agents write as the system in the middle of a conversation too.)
+        systems = [m["content"].strip() for m in prompt.messages[:number] if m.get("content")]
         behind = 0
         for system in systems if all(isinstance(system, str) for system in systems) else ():
             if (at := rendered.find(system, behind)) >= 0:

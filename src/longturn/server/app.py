@@ -31,6 +31,7 @@ from longturn.server.openai_routes import OpenAIRoutes
 from longturn.server.operations import OperationsRoutes
 from longturn.server.ports import EngineMonitor, ServedModel, TextService
 from longturn.server.response_store import ResponseStore
+from longturn.server.responses_background import Background
 from longturn.server.responses_routes import ResponsesRoutes
 
 
@@ -72,7 +73,9 @@ def create_app(
     answers = OneAnswer(service, model, metrics, config.seed, config.server.request_timeout_s)
     page_tokens = PAGE_TOKENS if config.cache.prefix_caching else 0
     store = ResponseStore(config.server.response_store_bytes, config.server.response_store_ttl_s)
-    responses = ResponsesRoutes(answers, store, page_tokens, config.server.unsupported_tools)
+    drain = drain or Drain()
+    background = Background(drain)
+    responses = ResponsesRoutes(answers, store, background, page_tokens, config.server.unsupported_tools)
     messages = MessagesRoutes(answers, page_tokens, config.server.unsupported_tools)
     operations = OperationsRoutes(engine=engine, model=model, generations=generations, config=config)
     starlette = Starlette(
@@ -88,7 +91,7 @@ def create_app(
     rules = GateRules(
         api_keys=accepted_keys(config.server),
         max_body_bytes=config.server.max_body_bytes,
-        drain=drain or Drain(),
+        drain=drain,
         on_response=metrics.on_response,
         retry_after_s=lambda: metrics.pace.retry_after_s(engine.stats().waiting),
     )

@@ -1,8 +1,8 @@
 """An answer as a list of blocks: reasoning, text, calls. OpenAI's Responses and Anthropic's Messages both have it so.
 
-The blocks of one answer come in this order whatever pieces it arrives in: reasoning, text, calls. A chunk does not say
-whether its text stood before or behind its calls, so calls are given out when the answer has ended: text that a model
-writes behind a call would otherwise be a block of its own in one stream and not in another.
+The blocks of one answer come in this order whatever pieces it arrives in: reasoning, text, calls, text. Text that a
+model writes behind its first call, between calls or behind them all, is one block at the end: chunks do not say between
+which calls it stood.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal
 
 from longturn.engine.records import FinishReason
 from longturn.errors import LongturnError, RequestError
-from longturn.frontend.parsers.base import join_calls
-from longturn.frontend.records import TextChunk, ToolCallDelta, Usage
+from longturn.frontend.parsers.json_scan import is_object
+from longturn.frontend.records import Reuse, TextChunk, Usage
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -30,7 +30,8 @@ class Block:
     """Of a call: the function."""
     parts: list[str] = field(default_factory=list)
     whole: bool = False
-    """Ended by what came behind it, or by the model; not by a limit on its length."""
+    """Ended by what came behind it, or by the model, and not by a limit on its length; of a call: its arguments are a
+    JSON object."""
 
     @property
     def text(self) -> str:
@@ -57,7 +58,8 @@ class AnswerBlocks:
             reasoning: whether reasoning has blocks; it is left out otherwise.
         """
         self._reasoning = reasoning
-        self._calls: list[ToolCallDelta] = []
+        self._late: list[str] = []
+        """Text behind calls."""
         self._open_block: Block | None = None
         self.blocks: list[Block] = []
         self.finish: FinishReason | None = None
@@ -66,11 +68,13 @@ class AnswerBlocks:
         self.usage: Usage | None = None
         self.prompt_tokens = 0
         """Known with the first chunk."""
+        self.reuse: Reuse | None = None
+        """Likewise, where the service tells."""
 
     @property
     def called(self) -> bool:
         """The answer has tool calls."""
-        return bool(self._calls)
+        return any(block.kind == "call" for block in self.blocks)
 
     def push(self, chunk: TextChunk) -> Iterator[BlockEvent]:
         """What a chunk adds; the last one closes every block.
@@ -80,11 +84,20 @@ class AnswerBlocks:
         """
         if chunk.prompt_token_ids is not None:
             self.prompt_tokens = len(chunk.prompt_token_ids)
+            self.reuse = chunk.reuse
         if chunk.reasoning and self._reasoning:
             yield from self._add("reasoning", chunk.reasoning)
-        if chunk.text:
-            yield from self._add("text", chunk.text)
-        self._calls += chunk.tool_calls
+        before = len(chunk.text) - chunk.behind_calls
+        if before:
+            yield from self._add("text", chunk.text[:before])
+        if chunk.behind_calls:
+            self._late.append(chunk.text[before:])
+        for delta in chunk.tool_calls:
+            if delta.name:
+                yield from self._close(whole=True)
+                yield self._open("call", delta.id, delta.name)
+            if delta.arguments:
+                yield from self._add("call", delta.arguments)
         if chunk.finish is None:
             return
         if chunk.finish is FinishReason.ERROR:
@@ -93,12 +106,12 @@ class AnswerBlocks:
             # Not a fault of the server, which clients would try again.
             raise RequestError("the request was aborted on the server", code="request_aborted")
         self.finish, self.stop_text, self.usage = chunk.finish, chunk.stop_text, chunk.usage
-        # With calls behind it, or ended by the model itself, a block is what it was to be.
-        yield from self._close(whole=self.called or self.finish is FinishReason.STOP)
-        for call in join_calls(self._calls):
-            yield self._open("call", call.id, call.name)
-            yield from self._add("call", call.arguments)
-            yield from self._close(whole=True)
+        stopped, late = self.finish is FinishReason.STOP, "".join(self._late)
+        # Ended by the model itself, or followed by more, a block is what it was to be.
+        yield from self._close(whole=stopped or bool(late.strip()))
+        if late.strip():
+            yield from self._add("text", late)
+            yield from self._close(whole=stopped)
 
     def _add(self, kind: Kind, text: str) -> Iterator[BlockEvent]:
         block = self._open_block
@@ -116,5 +129,7 @@ class AnswerBlocks:
 
     def _close(self, *, whole: bool) -> Iterator[BlockEvent]:
         if (block := self._open_block) is not None:
-            block.whole, self._open_block = whole, None
+            # Of arguments it can be seen.
+            block.whole = is_object(block.text) if block.kind == "call" else whole
+            self._open_block = None
             yield BlockEvent("closed", block)

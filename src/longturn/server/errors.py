@@ -21,6 +21,7 @@ _CODES = {
     404: "not_found",
     405: "method_not_allowed",
     413: "request_too_large",
+    415: "unsupported_media_type",
     429: "too_many_requests",
     503: "engine_unavailable",
     504: "timeout",
@@ -37,6 +38,12 @@ class TooLargeError(RequestError):
     """The body is larger than any sensible request."""
 
     http_status = 413
+
+
+class EncodingError(RequestError):
+    """The body is compressed."""
+
+    http_status = 415
 
 
 class DrainingError(LongturnError):

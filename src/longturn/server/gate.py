@@ -19,7 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longturn.errors import LongturnError
 from longturn.server.drain import Drain
-from longturn.server.errors import AuthError, DrainingError, TooLargeError, body_of, error_response, internal_error
+from longturn.server.errors import (
+    AuthError,
+    DrainingError,
+    EncodingError,
+    TooLargeError,
+    body_of,
+    error_response,
+    internal_error,
+)
 from longturn.server.messages_errors import is_messages_path
 from longturn.server.request_context import RequestContext, set_current_request
 
@@ -90,6 +98,8 @@ class Gate:
             state["tenant"] = self._authenticate(headers) if closed else None
             if drain.draining and scope["path"] != "/metrics":
                 raise DrainingError("the server is stopping and takes no new requests")
+            if (coding := headers.get(b"content-encoding", b"identity")).lower() != b"identity":
+                raise EncodingError(f"content-encoding {_text(coding)!a} is not supported; send the body as it is")
             await self._app(scope, _limited(headers, receive, self._rules.max_body_bytes), send_with_id)
         except LongturnError as error:
             if not status:

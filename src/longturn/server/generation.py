@@ -21,8 +21,8 @@ Generate = Callable[[TextRequest], AsyncGenerator[TextChunk, None]]
 async def run_choices(generate: Generate, prompts: Sequence[Sequence[TextRequest]]) -> AsyncGenerator[Indexed, None]:
     """Chunks of all choices as they come; `prompts` holds the requests of each prompt, indices count through.
 
-    The first choice of a prompt runs ahead of the others until it yields: its prompt is then in the prefix cache, and
-    the others take it from there instead of computing it again. Closing the generator aborts every choice.
+    The first choice of a prompt runs ahead of the others until it yields a token: its prompt is then in the prefix
+    cache, and the others take it from there instead of computing it again. Closing the generator aborts every choice.
     """
     if len(prompts) == 1 and len(prompts[0]) == 1:
         async with contextlib.aclosing(generate(prompts[0][0])) as chunks:
@@ -39,7 +39,8 @@ async def run_choices(generate: Generate, prompts: Sequence[Sequence[TextRequest
             async with contextlib.aclosing(generate(request)) as chunks:
                 async for chunk in chunks:
                     queue.put_nowait((index, chunk))
-                    prompt_computed.set()
+                    if chunk.token_ids or chunk.finish is not None:
+                        prompt_computed.set()
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)

@@ -116,9 +116,13 @@ class Generations:
             self._abort(request_id)
         return found
 
-    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> Awaitable[Sequence[int]]:
+    def tokenize(
+        self, prompt: Prompt, *, add_special_tokens: bool, tenant: str | None = None, cache_salt: str | None = None
+    ) -> Awaitable[Sequence[int]]:
         """See `TextService.tokenize`."""
-        return self._service.tokenize(prompt, add_special_tokens=add_special_tokens)
+        return self._service.tokenize(
+            prompt, add_special_tokens=add_special_tokens, tenant=tenant, cache_salt=cache_salt
+        )
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """See `TextService.detokenize`."""

@@ -14,7 +14,7 @@ from typing import Any
 from longturn.errors import RequestError
 from longturn.frontend.grammar import GrammarSpec
 from longturn.frontend.records import ChatPrompt, ToolChoice
-from longturn.server.messages_types import MessagesRequest
+from longturn.server.messages_types import INVALID_INPUT, MessagesRequest
 from longturn.server.openai_requests import choices_of
 from longturn.server.refused import check_refused
 from longturn.server.responses_tools import Unsupported
@@ -35,6 +35,8 @@ def check_supported(request: MessagesRequest) -> None:
         raise _unsupported("mcp_servers", "the server calls no other servers; give their tools as 'tools'")
     if request.container is not None:
         raise _unsupported("container", "code is not executed on the server")
+    if request.prompt_logprobs is not None:
+        raise _unsupported("prompt_logprobs", "it is not supported here; use /v1/chat/completions")
     check_refused(request)
     if choices_of(request) != 1:
         raise _unsupported("n", "a message is one answer")
@@ -86,8 +88,13 @@ def chat_prompt(request: MessagesRequest, unsupported: Unsupported = "refuse") -
     kwargs.setdefault("enable_thinking", thinks(request))
     if request.output_config is not None and (effort := request.output_config.effort) is not None:
         kwargs.setdefault("reasoning_effort", _HIGHEST_EFFORT.get(effort, effort))
+    tools = chat_tools(request.tools, unsupported)
+    later = deferred(request.tools)
     return ChatPrompt(
-        messages=tuple(_messages(request)), tools=tuple(chat_tools(request.tools, unsupported)), template_kwargs=kwargs
+        messages=tuple(_messages(request, {tool["function"]["name"]: tool["function"] for tool in tools})),
+        tools=tuple(tool for tool in tools if tool["function"]["name"] not in later),
+        template_kwargs=kwargs,
+        deferred_tools=tuple(tool for tool in tools if tool["function"]["name"] in later),
     )
 
 
@@ -120,6 +127,15 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None, unsupported: Unsupport
     return made
 
 
+def deferred(tools: Sequence[Mapping[str, Any]] | None) -> set[str]:
+    """Names of the tools that the model is to learn of when a search of the client's has found them.
+
+    They stay out of the prompt's tools, whose cached pages every new one would cost; a result that refers to one
+    describes it.
+    """
+    return {str(tool.get("name")) for tool in tools or () if tool.get("defer_loading") is True}
+
+
 def choice_of(request: MessagesRequest, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
     """What the answer may call; `tools` as `chat_tools` made them."""
     choice = request.tool_choice
@@ -139,14 +155,14 @@ def choice_of(request: MessagesRequest, tools: Sequence[Mapping[str, Any]]) -> T
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-def _messages(request: MessagesRequest) -> list[Message]:
+def _messages(request: MessagesRequest, functions: Mapping[str, Any]) -> list[Message]:
     system = _joined(request.system, "system") if request.system else ""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for number, message in enumerate(request.messages):
         where = f"messages[{number}]"
         role, content = message.get("role"), message.get("content")
         if role == "user":
-            for new in _user(content, f"{where}.content"):
+            for new in _user(content, f"{where}.content", functions):
                 _append_user(messages, new)
         elif role == "assistant":
             messages.append(_assistant(content, f"{where}.content"))
@@ -170,15 +186,15 @@ def _append_user(messages: list[Message], new: Message) -> None:
         messages.append(new)
 
 
-def _user(content: Any, where: str) -> list[Message]:
-    """A user's message: the results of tools, then what the user says."""
+def _user(content: Any, where: str, functions: Mapping[str, Any]) -> list[Message]:
+    """A user's message: the results of tools, then what the user says; results may refer to `functions` by name."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     messages: list[Message] = []
     texts: list[str] = []
     for here, kind, block in _blocks(content, where):
         if kind == "tool_result":
-            result = "" if block.get("content") is None else _joined(block["content"], f"{here}.content")
+            result = "" if block.get("content") is None else _joined(block["content"], f"{here}.content", functions)
             messages.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", here), "content": result})
         elif kind == "text":
             texts.append(_text(block, "text", here))
@@ -203,19 +219,37 @@ def _assistant(content: Any, where: str) -> Message:
             given = block.get("input", {})
             if not isinstance(given, Mapping):
                 raise _bad(f"{here}.input", "must be an object")
-            function = {"name": _text(block, "name", here), "arguments": json.dumps(given, ensure_ascii=False)}
+            function = {"name": _text(block, "name", here), "arguments": _arguments(given)}
             calls.append({"id": _text(block, "id", here), "type": "function", "function": function})
         elif kind != "redacted_thinking":
             raise _other_block(here, kind)
     return message | {"tool_calls": calls} if calls else message
 
 
-def _joined(content: Any, where: str) -> str:
-    """The text of a content that may hold nothing else: a text, or text blocks."""
+def _arguments(given: Mapping[str, Any]) -> str:
+    """A call's arguments as the model wrote them, or JSON of the same values."""
+    if len(given) == 1:
+        # What was no JSON, as the answer had it, and as Claude Code sends it back.
+        broken = given.get(INVALID_INPUT)
+        if isinstance(unparsed := given.get("__unparsedToolInput"), Mapping):
+            broken = unparsed.get("raw")
+        if isinstance(broken, str):
+            return broken
+    return json.dumps(given, ensure_ascii=False)
+
+
+def _joined(content: Any, where: str, functions: Mapping[str, Any] | None = None) -> str:
+    """The text of a content that may hold nothing else: a text, text blocks, and references to `functions`."""
     if isinstance(content, str):
         return content
     texts = []
     for here, kind, block in _blocks(content, where):
+        if kind == "tool_reference" and functions is not None:
+            name = _text(block, "tool_name", here)
+            if name not in functions:
+                raise _bad(f"{here}.tool_name", f"is '{name}', which is none of the tools")
+            texts.append(json.dumps(functions[name], ensure_ascii=False))
+            continue
         if kind != "text":
             raise _other_block(here, kind)
         texts.append(_text(block, "text", here))
@@ -243,7 +277,9 @@ def _text(block: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _other_block(where: str, kind: Any) -> RequestError:
-    return _unsupported(f"{where}.type", f"content of type {kind!r} is not supported here")
+    # Claude Code looks for these words: it then takes the images out of its conversation and goes on.
+    media = {"image": "could not process image: ", "document": "could not process pdf: "}.get(str(kind), "")
+    return _unsupported(f"{where}.type", f"{media}content of type {kind!r} is not supported here")
 
 
 def _bad(param: str, what: str) -> RequestError:

@@ -63,7 +63,7 @@ class MessagesRoutes:
             prompt,
             request_id=shape.id,
             max_tokens=shape.max_tokens,
-            choice=requests.choice_of(body, prompt.tools),
+            choice=requests.choice_of(body, prompt.callable_tools),
             stop=(*openai_requests.stop_strings(body), *(body.stop_sequences or ())),
             grammar=requests.answer_grammar(body),
             session_id=session_in_user_id(body.metadata.user_id) if body.metadata is not None else None,
@@ -74,8 +74,13 @@ class MessagesRoutes:
 
     async def count_tokens(self, http: Request) -> Response:
         """POST /v1/messages/count_tokens."""
-        prompt = requests.chat_prompt(await self._decoded(http), self.unsupported_tools)
-        tokens = await self.answers.service.tokenize(prompt, add_special_tokens=False)
+        body = await self._decoded(http)
+        tokens = await self.answers.service.tokenize(
+            requests.chat_prompt(body, self.unsupported_tools),
+            add_special_tokens=False,
+            tenant=http.scope["state"]["tenant"],
+            cache_salt=body.cache_salt,
+        )
         return Response(msgspec.json.encode({"input_tokens": len(tokens)}), media_type="application/json")
 
     async def _decoded(self, http: Request) -> MessagesRequest:

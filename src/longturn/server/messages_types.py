@@ -13,6 +13,9 @@ import msgspec
 
 from longturn.server.openai_types import Count, SamplingFields
 
+INVALID_INPUT = "INVALID_JSON"
+"""The one member of a call's `input` whose arguments are no JSON object; it holds what the model wrote."""
+
 
 class Thinking(msgspec.Struct):
     type: str

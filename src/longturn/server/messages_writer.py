@@ -13,6 +13,7 @@ from longturn.engine.records import FinishReason
 from longturn.frontend.records import TextChunk, Usage
 from longturn.server.blocks import AnswerBlocks, Block, BlockEvent
 from longturn.server.messages_errors import messages_error
+from longturn.server.messages_types import INVALID_INPUT
 from longturn.server.responses_writer import reuse_fields, written_tokens
 
 _encode = msgspec.json.encode
@@ -78,8 +79,12 @@ class MessagesWriter:
     # --- the message -------------------------------------------------------------------------------------------------
 
     def _start(self) -> bytes:
-        # How much of the prompt was cached is known at the end; the last event's usage replaces this one.
-        usage = usage_object(Usage(self._answer.prompt_tokens, 0, 0), 0)
+        prompt_tokens, reuse = self._answer.prompt_tokens, self._answer.reuse
+        if reuse is None:  # not known yet; the last event's usage replaces this one
+            usage = usage_object(Usage(prompt_tokens, 0, 0), 0)
+        else:
+            known = Usage(prompt_tokens, 0, reuse.cached_tokens, reuse.diverged_at, 0, reuse.reason)
+            usage = usage_object(known, self._shape.page_tokens)
         return _event("message_start", message=self._message([], None, None, usage))
 
     def _message(
@@ -153,7 +158,7 @@ def _block(block: Block, *, whole: bool) -> dict[str, Any]:
             "id": block.call_id,
             "name": block.name,
             # As the model has spelled it: no other order of keys, no other numbers.
-            "input": msgspec.Raw(block.text.encode() or b"{}") if whole else {},
+            "input": _input(block) if whole else {},
         }
     if block.kind == "text":
         return content | {"text": block.text if whole else "", "citations": None}
@@ -161,6 +166,14 @@ def _block(block: Block, *, whole: bool) -> dict[str, Any]:
         "thinking": block.text if whole else "",
         "signature": _signature(block) if whole else "",
     }
+
+
+def _input(block: Block) -> Any:
+    """A call's arguments. Where they are no JSON object (cut off, or written wrongly) they stand in one, under the name
+    that Anthropic's documentation has for this; it comes back as what it is (see `messages_requests`)."""
+    if block.whole:
+        return msgspec.Raw(block.text.encode())
+    return {INVALID_INPUT: block.text} if block.text else {}
 
 
 def _signature(block: Block) -> str:

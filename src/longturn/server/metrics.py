@@ -40,17 +40,6 @@ _HISTOGRAMS: tuple[tuple[str, str | None, str, tuple[float, ...]], ...] = (
     ("request_generation_tokens", "request_generation_tokens", "Output tokens of a request.", _TOKENS),
 )
 """Own name, vLLM's name, help, buckets."""
-_OWN = "longturn_"
-_FORMER = "longturn:"
-"""Own names began with this once; dashboards and recorded measurements still ask for them."""
-
-
-def _former(metric: Metric) -> Metric:
-    """`metric` under the name that it had once."""
-    copy = Metric(_FORMER + metric.name.removeprefix(_OWN), metric.documentation, metric.type)
-    for sample in metric.samples:
-        copy.add_sample(_FORMER + sample.name.removeprefix(_OWN), sample.labels, sample.value)
-    return copy
 
 
 class ServerMetrics(Collector):
@@ -150,12 +139,6 @@ class ServerMetrics(Collector):
     # --- Collector ---------------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self._all():
-            yield metric
-            if metric.name.startswith(_OWN):
-                yield _former(metric)
-
-    def _all(self) -> Iterator[Metric]:
         yield from self._gauges()
         yield from self._counters()
         for own, vllm, _, _ in _HISTOGRAMS:

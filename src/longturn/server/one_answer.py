@@ -90,6 +90,7 @@ class OneAnswer:
             parse_tools=choice.mode != "none",
             tool_choice=choice,
             grammar=grammar,
+            allowed_token_ids=openai_requests.allowed_ids(body),
             session_id=session_of(http.headers, body.session_id, body.prompt_cache_key, session_id),
             cache_salt=body.cache_salt,
             tenant=http.scope["state"]["tenant"],
@@ -132,6 +133,16 @@ class OneAnswer:
         for chunk in chunks:
             writer.chunk(0, chunk)
         return Response(writer.whole(), media_type="application/json")
+
+    async def write(self, request: TextRequest, writer: AnswerWriter, names: Mapping[str, str]) -> None:
+        """Generate the answer to a request without anybody who waits for it; as `respond`."""
+        async with (
+            time_limit(self.timeout_s),
+            aclosing(run_choices(partial(self._watched, names), [[request]])) as events,
+        ):
+            async for index, chunk in events:
+                writer.chunk(index, chunk)
+        writer.whole()
 
     async def _watched(self, names: Mapping[str, str], request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         try:

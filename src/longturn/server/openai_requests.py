@@ -86,7 +86,22 @@ def check_common(request: SamplingFields) -> None:
     """Raises RequestError for parameters whose value Longturn cannot honour."""
     if request.stream_options is not None and not request.stream:
         raise _bad("stream_options", "is only allowed when 'stream' is true")
+    if request.prompt_logprobs is not None and request.stream:
+        raise _bad("prompt_logprobs", "is only allowed when 'stream' is not true")
     check_refused(request)
+
+
+def prompt_logprobs_of(request: SamplingFields) -> int | None:
+    """Alternatives to report with each token of the prompt, or None for no log-probabilities of it."""
+    asked = request.prompt_logprobs
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        return request.logprobs if asked is None else max(asked, request.logprobs)
+    return asked
+
+
+def allowed_ids(request: SamplingFields) -> tuple[int, ...] | None:
+    """`allowed_token_ids` as a tuple."""
+    return None if request.allowed_token_ids is None else tuple(request.allowed_token_ids)
 
 
 def chat_prompt(request: ChatRequest) -> ChatPrompt:
@@ -142,8 +157,6 @@ def build_chat_prompt(
 
 def completion_prompts(request: CompletionRequest) -> list[Prompt]:
     """The prompts of a completion request: one text, one list of token ids, or a list of either."""
-    if request.echo and request.logprobs is not None:
-        raise _unsupported("echo", "with 'logprobs' it needs log-probabilities of the prompt, which are not computed")
     prompt = request.prompt
     if isinstance(prompt, str):
         return [TextPrompt(prompt)]
@@ -192,7 +205,9 @@ def chat_max_tokens(request: ChatRequest) -> int:
 
 
 def completion_max_tokens(request: CompletionRequest) -> int:
-    """Most tokens to generate."""
+    """Most tokens to generate; 0 is none, where the prompt alone is wanted."""
+    if request.echo and request.max_tokens == 0:
+        return 0
     return _max_tokens("max_tokens", request.max_tokens, default=COMPLETION_MAX_TOKENS)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -12,7 +12,8 @@ import msgspec
 from longturn.engine.records import FinishReason
 from longturn.errors import LongturnError
 from longturn.frontend.parsers.base import join_calls
-from longturn.frontend.records import TextChunk, TokenLogprob, ToolCall, ToolCallDelta, Usage
+from longturn.frontend.records import PromptLogprobs, TextChunk, ToolCall, ToolCallDelta, Usage
+from longturn.server.openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 
 _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
@@ -39,14 +40,20 @@ class Answer:
     """Usage so far in every streamed event (`continuous_usage_stats`); needs `stream_usage`."""
     echo: tuple[str, ...] = ()
     """Texts of the prompts, which the texts of their choices begin with; empty if they do not."""
+    prompt_logprobs: bool = False
+    """Show the prompts' log-probabilities apart from the choices' texts (`prompt_logprobs`)."""
 
     @property
     def chat(self) -> bool:
         return self.object == "chat.completion"
 
+    def prompt_of(self, index: int) -> int:
+        """The prompt of a choice."""
+        return index // (self.choices // self.prompts)
+
     def echoed(self, index: int) -> str:
         """What the text of a choice begins with."""
-        return self.echo[index // (self.choices // self.prompts)] if self.echo else ""
+        return self.echo[self.prompt_of(index)] if self.echo else ""
 
 
 def usage_object(usages: Sequence[Usage | None], prompts: int) -> dict[str, Any]:
@@ -86,40 +93,6 @@ def finish_reason(finish: FinishReason | None, *, called: bool = False) -> str |
     return None if finish is None else finish.value
 
 
-def chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """The `logprobs` of a chat choice."""
-    return {"content": [_chat_token(token) for token in tokens], "refusal": None}
-
-
-def _chat_token(token: TokenLogprob) -> dict[str, Any]:
-    return {
-        "token": token.text,
-        "logprob": token.logprob,
-        "bytes": list(token.token_bytes),
-        "top_logprobs": [
-            {"token": text, "logprob": logprob, "bytes": list(data)} for _, text, data, logprob in token.top
-        ],
-    }
-
-
-def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """The `logprobs` of a text choice whose first token starts at character `offset`."""
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.text)
-    return {
-        "tokens": [token.text for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
-        # Tokens with equal texts (halves of characters) share a key: the likeliest, which comes first, keeps it.
-        "top_logprobs": [
-            {token.text: token.logprob} | {text: logprob for _, text, _, logprob in reversed(token.top)}
-            for token in tokens
-        ],
-        "text_offset": offsets,
-    }
-
-
 def best_choices(chunks: Sequence[Sequence[TextChunk]], candidates: int, choices: int) -> list[Sequence[TextChunk]]:
     """Of each prompt's `candidates` the `choices` whose tokens are likeliest in the mean, the best first."""
 
@@ -133,10 +106,18 @@ def best_choices(chunks: Sequence[Sequence[TextChunk]], candidates: int, choices
     return best
 
 
+def without_answer(chunk: TextChunk) -> TextChunk:
+    """A chunk of an answer of which the prompt alone is wanted (`max_tokens` 0)."""
+    usage = None if chunk.usage is None else replace(chunk.usage, completion_tokens=0)
+    finish = FinishReason.LENGTH if chunk.finish is FinishReason.STOP else chunk.finish
+    return replace(chunk, text="", token_ids=(), logprobs=(), usage=usage, finish=finish, stop_text=None)
+
+
 def whole_answer(
     answer: Answer,
     choices: Sequence[Sequence[TextChunk]],
     all_choices: Sequence[Sequence[TextChunk]] | None = None,
+    scores: Sequence[PromptLogprobs | None] = (),
 ) -> bytes:
     """The JSON of an answer that was not streamed.
 
@@ -144,21 +125,30 @@ def whole_answer(
         answer: what it is an answer to.
         choices: the chunks of each choice, at least one.
         all_choices: where more were made than are shown: all of them, for the usage.
+        scores: log-probabilities of each prompt, where they were asked for.
     """
+    scores = scores or [None] * answer.prompts
     body: dict[str, Any] = {
         "id": answer.id,
         "object": answer.object,
         "created": answer.created_s,
         "model": answer.model,
-        "choices": [_whole_choice(answer, index, chunks) for index, chunks in enumerate(choices)],
+        "choices": [
+            _whole_choice(answer, index, chunks, scores[answer.prompt_of(index)])
+            for index, chunks in enumerate(choices)
+        ],
         "usage": usage_object([chunks[-1].usage for chunks in all_choices or choices], answer.prompts),
     }
     if answer.token_ids and answer.chat:
-        body["prompt_token_ids"] = choices[0][0].prompt_token_ids
+        body["prompt_token_ids"] = list(choices[0][0].prompt_token_ids or ())
+    if answer.chat and answer.prompt_logprobs and scores[0] is not None:
+        body["prompt_logprobs"] = prompt_logprobs(scores[0])
     return _encode(body)
 
 
-def _whole_choice(answer: Answer, index: int, chunks: Sequence[TextChunk]) -> dict[str, Any]:
+def _whole_choice(
+    answer: Answer, index: int, chunks: Sequence[TextChunk], scores: PromptLogprobs | None
+) -> dict[str, Any]:
     text = "".join(chunk.text for chunk in chunks)
     tokens = [token for chunk in chunks for token in chunk.logprobs]
     calls = join_calls(delta for chunk in chunks for delta in chunk.tool_calls)
@@ -168,13 +158,16 @@ def _whole_choice(answer: Answer, index: int, chunks: Sequence[TextChunk]) -> di
         choice["logprobs"] = chat_logprobs(tokens) if answer.logprobs else None
     else:
         choice["text"] = answer.echoed(index) + text
-        choice["logprobs"] = completion_logprobs(tokens, 0) if answer.logprobs else None
+        echoed = scores if answer.echo else None
+        choice["logprobs"] = completion_logprobs(tokens, 0, echoed) if answer.logprobs else None
+        if answer.prompt_logprobs and scores is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(scores)
     choice["finish_reason"] = finish_reason(chunks[-1].finish, called=bool(calls))
     choice["stop_reason"] = chunks[-1].stop_text
     if answer.token_ids:
         choice["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
         if not answer.chat:
-            choice["prompt_token_ids"] = chunks[0].prompt_token_ids
+            choice["prompt_token_ids"] = list(chunks[0].prompt_token_ids or ())
     return choice
 
 
@@ -218,6 +211,10 @@ class EventWriter:
     """Whether each choice has tool calls."""
     _offsets: list[int] = field(init=False)
     """Characters of each choice's text so far."""
+    _scores: dict[int, PromptLogprobs] = field(default_factory=dict)
+    """By prompt, as far as they have come."""
+    _unechoed: set[int] = field(default_factory=set)
+    """Choices whose prompt is shown when its log-probabilities have come."""
     _prompt_tokens: int = 0
     _completion_tokens: int = 0
     """So far, over all choices."""
@@ -237,6 +234,9 @@ class EventWriter:
         if not self.answer.chat:
             if not self.answer.echo:
                 return b""
+            if self.answer.logprobs:
+                self._unechoed = set(range(self.answer.choices))
+                return b""
             return b"".join(
                 self._event(index, b'"text":' + _encode(self.answer.echoed(index)), b"null", b',"logprobs":null')
                 for index in range(self.answer.choices)
@@ -245,6 +245,22 @@ class EventWriter:
         return b"".join(self._event(index, delta, b"null") for index in range(self.answer.choices))
 
     def chunk(self, index: int, chunk: TextChunk) -> bytes:
+        if chunk.prompt_logprobs is not None:
+            self._scores[self.answer.prompt_of(index)] = chunk.prompt_logprobs
+        return self._echo(index) + self._chunk(index, chunk) if self._unechoed else self._chunk(index, chunk)
+
+    def _echo(self, index: int) -> bytes:
+        """The event with the prompt of a choice and its log-probabilities, as soon as there are some."""
+        scores = self._scores.get(self.answer.prompt_of(index))
+        if scores is None or index not in self._unechoed:
+            return b""
+        self._unechoed.remove(index)
+        found = completion_logprobs((), 0, scores)
+        self._offsets[index] = sum(map(len, found["tokens"]))
+        text = b'"text":' + _encode(self.answer.echoed(index))
+        return self._event(index, text, b"null", b',"logprobs":' + _encode(found))
+
+    def _chunk(self, index: int, chunk: TextChunk) -> bytes:
         if chunk.usage is not None:
             self._usages[index] = chunk.usage
         if self.answer.running_usage and self.answer.stream_usage:
@@ -309,13 +325,13 @@ class EventWriter:
         if self.answer.token_ids:
             extra += b',"token_ids":' + _encode(chunk.token_ids)
             if chunk.prompt_token_ids is not None and not self.answer.chat:
-                extra += b',"prompt_token_ids":' + _encode(chunk.prompt_token_ids)
+                extra += b',"prompt_token_ids":' + _encode(list(chunk.prompt_token_ids))
         if not self.answer.chat and chunk.stop_text is not None:
             extra += b',"stop_reason":' + _encode(chunk.stop_text)
         beside = b""
         if self.answer.token_ids and self.answer.chat and index == 0 and chunk.prompt_token_ids is not None:
             # A chat has one prompt, so its ids stand beside the choices, as in an answer that is not streamed.
-            beside = b',"prompt_token_ids":' + _encode(chunk.prompt_token_ids)
+            beside = b',"prompt_token_ids":' + _encode(list(chunk.prompt_token_ids))
         return self._event(index, body, finish, extra, beside)
 
     def _event(self, index: int, body: bytes, finish: bytes, extra: bytes = b"", beside: bytes = b"") -> bytes:

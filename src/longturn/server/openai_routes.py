@@ -6,8 +6,10 @@ import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -17,12 +19,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from longturn.errors import RequestError
 from longturn.frontend.records import Prompt, TextChunk, TextPrompt, TextRequest, TokenPrompt, ToolChoice
 from longturn.server import openai_requests as requests
 from longturn.server.errors import CLIENT_GONE, error_body, error_response
 from longturn.server.generation import Indexed, collect, run_choices, time_limit, unless_disconnected
 from longturn.server.metrics import ServerMetrics
-from longturn.server.openai_responses import Answer, EventWriter, best_choices, whole_answer
+from longturn.server.openai_responses import Answer, EventWriter, best_choices, whole_answer, without_answer
 from longturn.server.openai_types import (
     ChatRequest,
     CompletionRequest,
@@ -135,7 +138,12 @@ class OpenAIRoutes:
         body = requests.decode_body(await http.body(), self._tokenize)
         requests.check_model(body.model, self.model.name, self.model.aliases)
         special = body.add_special_tokens is not False
-        tokens = await self.service.tokenize(requests.tokenize_prompt(body), add_special_tokens=special)
+        tokens = await self.service.tokenize(
+            requests.tokenize_prompt(body),
+            add_special_tokens=special,
+            tenant=http.scope["state"]["tenant"],
+            cache_salt=body.cache_salt,
+        )
         return _json({"count": len(tokens), "max_model_len": self.model.max_context_tokens, "tokens": list(tokens)})
 
     async def detokenize(self, http: Request) -> Response:
@@ -184,6 +192,7 @@ class OpenAIRoutes:
             prompts=len(prompts),
             choices=len(prompts) * choices,
             echo=echo,
+            prompt_logprobs=body.prompt_logprobs is not None,
             logprobs=logprobs is not None,
             token_ids=bool(body.return_token_ids),
             stream_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -193,7 +202,9 @@ class OpenAIRoutes:
         if candidates > choices and logprobs is None:
             # The best are those with the likeliest tokens, so somebody must know how likely they are.
             logprobs = 0
-        sampling = requests.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, seed=seed)
+        silent = max_tokens == 0 and bool(echo)
+        sampling = requests.sampling_params(body, max_tokens=max_tokens or int(silent), logprobs=logprobs, seed=seed)
+        prompt_logprobs = requests.prompt_logprobs_of(body)
         first = TextRequest(
             request_id=answer.id,
             prompt=prompts[0],
@@ -204,6 +215,7 @@ class OpenAIRoutes:
             skip_special_tokens=body.skip_special_tokens is not False,
             split_reasoning=answer.chat,
             grammar=grammar_of(body),
+            allowed_token_ids=requests.allowed_ids(body),
             parse_tools=choice.mode != "none",
             tool_choice=choice,
             session_id=session_of(http.headers, body.session_id, body.prompt_cache_key),
@@ -217,14 +229,18 @@ class OpenAIRoutes:
                     first,
                     request_id=f"{answer.id}-{i * candidates + j}",
                     prompt=prompt,
-                    # Choices of one prompt must differ; each is repeatable by itself.
-                    sampling=replace(sampling, seed=(seed + j) & ((1 << SEED_BITS) - 1)),
+                    sampling=replace(
+                        sampling,
+                        # Choices of one prompt must differ; each is repeatable by itself.
+                        seed=(seed + j) & ((1 << SEED_BITS) - 1),
+                        prompt_logprobs=prompt_logprobs if j == 0 else None,
+                    ),
                 )
                 for j in range(candidates)
             ]
             for i, prompt in enumerate(prompts)
         ]
-        events = run_choices(self._watched, grouped)
+        events = run_choices(partial(self._watched, echo=bool(echo), silent=silent), grouped)
         if body.stream:
             return EventStream(
                 events,
@@ -237,10 +253,19 @@ class OpenAIRoutes:
         if chunks is None:
             return Response(status_code=CLIENT_GONE)
         best = chunks if candidates == choices else best_choices(chunks, candidates, choices)
-        return Response(whole_answer(answer, best, all_choices=chunks), media_type="application/json")
+        leaders = chunks[::candidates] if prompt_logprobs is not None else ()
+        scores = [next((c.prompt_logprobs for c in leader if c.prompt_logprobs), None) for leader in leaders]
+        return Response(whole_answer(answer, best, chunks, scores), media_type="application/json")
 
-    def _watched(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
-        return self.metrics.watch(self.service.generate(request))
+    async def _watched(self, request: TextRequest, *, echo: bool, silent: bool) -> AsyncGenerator[TextChunk, None]:
+        try:
+            async with aclosing(self.metrics.watch(self.service.generate(request))) as chunks:
+                async for chunk in chunks:
+                    yield without_answer(chunk) if silent else chunk
+        except RequestError as error:
+            if echo and error.param == "prompt_logprobs":
+                error.param = "echo"
+            raise
 
     async def _collect(self, events: AsyncGenerator[Indexed, None], choices: int) -> list[list[TextChunk]]:
         async with time_limit(self.timeout_s):

@@ -51,6 +51,8 @@ class SamplingFields(msgspec.Struct):
     priority: Count | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    allowed_token_ids: TokenIds | None = None
+    prompt_logprobs: Count | None = None
     prompt_cache_key: str | None = None
     """OpenAI's name for what `session_id` is (see `sessions`)."""
 
@@ -64,8 +66,6 @@ class SamplingFields(msgspec.Struct):
 
     # Refused unless they ask for nothing (see `refused`).
     use_beam_search: Any = None
-    prompt_logprobs: Any = None
-    allowed_token_ids: Any = None
     bad_words: Any = None
     logits_processors: Any = None
     truncate_prompt_tokens: Any = None
@@ -127,6 +127,7 @@ class TokenizeRequest(msgspec.Struct):
     add_special_tokens: bool | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -20,6 +20,7 @@ _ERRORS: Mapping[str, str] = {
     "401": "No accepted API key.",
     "404": "The model does not exist.",
     "413": "The body is too large.",
+    "415": "The body is compressed.",
     "429": "Too many requests wait; Retry-After says when to try again.",
     "503": "There is no engine, or the server is stopping.",
     "504": "The request took too long.",
@@ -53,6 +54,8 @@ def operations() -> tuple[Operation, ...]:
         ),
         Operation("get", "/v1/responses/{response_id}", "A stored response", parameter="response_id"),
         Operation("delete", "/v1/responses/{response_id}", "Forget a stored response", parameter="response_id"),
+        Operation("get", "/v1/responses/{response_id}/input_items", "Its input", parameter="response_id"),
+        Operation("post", "/v1/responses/{response_id}/cancel", "End it in the background", parameter="response_id"),
         Operation(
             "post", "/v1/messages", "Answer a conversation, as Anthropic's Messages", MessagesRequest, streams=True
         ),

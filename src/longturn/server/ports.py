@@ -17,8 +17,11 @@ class TextService(Protocol):
         """Chunks until one has `finish` set; closing the iterator early aborts the request."""
         ...
 
-    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> Awaitable[Sequence[int]]:
-        """Token ids of a prompt; `add_special_tokens` is about plain texts, templates write their own."""
+    def tokenize(
+        self, prompt: Prompt, *, add_special_tokens: bool, tenant: str | None = None, cache_salt: str | None = None
+    ) -> Awaitable[Sequence[int]]:
+        """Token ids of a prompt; `add_special_tokens` is about plain texts, templates write their own. Tenant and salt
+        say whose it is, as in `TextRequest`."""
         ...
 
     def detokenize(self, token_ids: Sequence[int]) -> str: ...

@@ -13,8 +13,6 @@ from longturn.errors import RequestError
 
 REFUSED: Mapping[str, str] = {
     "use_beam_search": "beam search is not supported",
-    "prompt_logprobs": "log-probabilities of the prompt are not computed",
-    "allowed_token_ids": "it is not supported; 'structured_outputs' constrains an answer",
     "bad_words": "it is not supported; 'logit_bias' makes tokens unlikely",
     "logits_processors": "code from requests is not run",
     "truncate_prompt_tokens": "prompts are not cut; send less",

@@ -22,13 +22,15 @@ Message = dict[str, Any]
 MAX_METADATA = 16
 """Pairs in `metadata`, as in OpenAI's API; they are kept with the response."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
+_TOOLS_ITEM = "additional_tools"
+"""An item of `input` that holds tools, as Codex sends them for some names of models."""
 _LOGPROBS = "message.output_text.logprobs"
 
 
 def check_supported(request: ResponsesRequest) -> None:
     """Raises RequestError for what Longturn does not do."""
-    if request.background:
-        raise _unsupported("background", "background responses are not supported; use 'stream'")
+    if request.background and request.stream:
+        raise _unsupported("background", "a response in the background is not streamed; ask for it by its id")
     if request.conversation is not None:
         raise _unsupported("conversation", "conversations are not supported; use 'previous_response_id'")
     if request.prompt is not None:
@@ -40,6 +42,8 @@ def check_supported(request: ResponsesRequest) -> None:
     if request.top_logprobs or _LOGPROBS in (request.include or ()):
         name = "top_logprobs" if request.top_logprobs else "include"
         raise _unsupported(name, "log-probabilities are not supported here; use /v1/chat/completions")
+    if request.prompt_logprobs is not None:
+        raise _unsupported("prompt_logprobs", "it is not supported here; use /v1/chat/completions")
     check_refused(request)
     if choices_of(request) != 1:
         raise _unsupported("n", "a response is one answer")
@@ -76,6 +80,22 @@ def answer_grammar(request: ResponsesRequest) -> GrammarSpec | None:
     if spec is not None and other is not None:
         raise _bad(other.param, "cannot be given together with 'text.format'")
     return spec or other
+
+
+def all_tools(request: ResponsesRequest) -> list[Mapping[str, Any]]:
+    """The tools of a request, those that stand in its input behind the others.
+
+    Raises:
+        RequestError: an item with tools has no list of them.
+    """
+    tools: list[Mapping[str, Any]] = [*(request.tools or ())]
+    for number, item in enumerate(request.input if isinstance(request.input, list) else ()):
+        if item.get("type") == _TOOLS_ITEM:
+            given = item.get("tools")
+            if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
+                raise _bad(f"input[{number}].tools", "must be a list of tools")
+            tools += given
+    return tools
 
 
 # --- items -----------------------------------------------------------------------------------------------------------
@@ -135,6 +155,8 @@ class _Items:
             self._append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": content})
         elif kind == "reasoning":
             self._reasoning(item, where)
+        elif kind == _TOOLS_ITEM:
+            return  # see `all_tools`
         elif kind is None:
             raise _bad(f"{where}.type", "is missing")
         else:
@@ -150,7 +172,11 @@ class _Items:
         role = item.get("role")
         if role == "assistant":
             content = _content(item.get("content"), f"{where}.content", "")
-            self._next_answer()["content"] = content
+            if self._answer is not None and "tool_calls" in self._answer:
+                # Behind calls that have no results yet: the model has gone on writing, see `blocks`.
+                self._answer["content"] = self._answer.get("content", "") + content
+            else:
+                self._next_answer()["content"] = content
         elif role in ("user", "system", "developer"):
             content = _content(item.get("content"), f"{where}.content", "\n")
             # OpenAI's newer word; few templates know it.

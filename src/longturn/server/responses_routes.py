@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: POST /v1/responses, and GET and DELETE of stored ones."""
+"""OpenAI's Responses API: POST /v1/responses, what can be asked of stored ones, and those in the background."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from longturn.server import responses_requests as requests
 from longturn.server.blocks import AnswerBlocks
 from longturn.server.one_answer import OneAnswer
 from longturn.server.response_store import Part, ResponseStore, StoredResponse
+from longturn.server.responses_background import Background, BackgroundWork
+from longturn.server.responses_items import input_items, page_of
 from longturn.server.responses_tools import Unsupported, choice_of, client_tools
 from longturn.server.responses_types import ResponsesRequest
 from longturn.server.responses_writer import ResponseShape, ResponsesWriter
@@ -34,6 +36,7 @@ class ResponsesRoutes:
 
     answers: OneAnswer
     store: ResponseStore
+    background: Background
     page_tokens: int
     """Tokens of a cached page; 0 if prompts are not kept."""
     unsupported_tools: Unsupported = "refuse"
@@ -48,6 +51,8 @@ class ResponsesRoutes:
             Route("/v1/responses", self.create, methods=["POST"]),
             Route("/v1/responses/{response_id}", self.retrieve, methods=["GET"]),
             Route("/v1/responses/{response_id}", self.delete, methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/input_items", self.input_items, methods=["GET"]),
+            Route("/v1/responses/{response_id}/cancel", self.cancel, methods=["POST"]),
         ]
 
     async def create(self, http: Request) -> Response | ASGIApp:
@@ -56,11 +61,17 @@ class ResponsesRoutes:
         model = self.answers.model
         openai_requests.check_model(body.model, model.name, model.aliases)
         requests.check_supported(body)
+        if body.background and (body.store is False or not self.store.keeps):
+            raise RequestError(
+                "'background' needs responses that are stored ('store' and --server-response-store-bytes)",
+                param="background",
+                code="invalid_value",
+            )
         tenant: str | None = http.scope["state"]["tenant"]
         new = requests.input_messages(body)
         before = self._before(tenant, body.previous_response_id)
         known = [] if before is None else before.conversation()
-        tools = client_tools(body.tools, self.unsupported_tools)
+        tools = client_tools(requests.all_tools(body), self.unsupported_tools)
         choice = choice_of(body.tool_choice, tools, body.parallel_tool_calls)
         shape = ResponseShape(
             id=f"resp_{uuid.uuid4().hex}",
@@ -90,6 +101,10 @@ class ResponsesRoutes:
             stop=openai_requests.stop_strings(body),
             grammar=requests.answer_grammar(body),
         )
+        if body.background:
+            work = BackgroundWork(lambda: self.answers.write(request, writer, _NAMES), writer.snapshot, writer.end)
+            self.background.start(tenant, shape.id, work)
+            return Response(writer.snapshot(), media_type="application/json")
         return await self.answers.respond(
             http, request, writer, stream=bool(body.stream), on_error=writer.failure, names=_NAMES
         )
@@ -100,15 +115,36 @@ class ResponsesRoutes:
             raise RequestError(
                 "'stream': a stored response cannot be streamed again", param="stream", code="unsupported_value"
             )
-        return Response(self._stored(http).body, media_type="application/json")
+        running = self.background.snapshot(http.scope["state"]["tenant"], http.path_params["response_id"])
+        return Response(running or self._stored(http).body, media_type="application/json")
 
     async def delete(self, http: Request) -> Response:
         """DELETE /v1/responses/{response_id}."""
         response_id = http.path_params["response_id"]
+        await self.background.cancel(http.scope["state"]["tenant"], response_id)
         if not self.store.delete(http.scope["state"]["tenant"], response_id):
             raise _unknown(response_id)
         body = {"id": response_id, "object": "response", "deleted": True}
         return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def input_items(self, http: Request) -> Response:
+        """GET /v1/responses/{response_id}/input_items."""
+        stored = self._stored(http)
+        items = input_items(http.path_params["response_id"], stored.part.messages[:-1])
+        return Response(msgspec.json.encode(page_of(items, http.query_params)), media_type="application/json")
+
+    async def cancel(self, http: Request) -> Response:
+        """POST /v1/responses/{response_id}/cancel."""
+        tenant, response_id = http.scope["state"]["tenant"], http.path_params["response_id"]
+        await self.background.cancel(tenant, response_id)
+        stored = self._stored(http)
+        if not msgspec.json.decode(stored.body)["background"]:
+            raise RequestError(
+                f"'{response_id}' was not generated in the background: it ends when its connection is closed",
+                param="response_id",
+                code="invalid_value",
+            )
+        return Response(stored.body, media_type="application/json")
 
     def _stored(self, http: Request) -> StoredResponse:
         response_id = http.path_params["response_id"]
@@ -121,6 +157,12 @@ class ResponsesRoutes:
         if response_id is None:
             return None
         stored = self.store.get(tenant, response_id)
+        if stored is None and self.background.snapshot(tenant, response_id) is not None:
+            raise RequestError(
+                f"response '{response_id}' is being generated still",
+                param="previous_response_id",
+                code="invalid_value",
+            )
         if stored is None:
             raise RequestError(
                 f"there is no stored response '{response_id}' (it was never stored, or it was deleted or forgotten); "
@@ -134,7 +176,7 @@ class ResponsesRoutes:
         """What the response repeats of the request."""
         form = body.text.format if body.text is not None else None
         return {
-            "background": False,
+            "background": bool(body.background),
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},

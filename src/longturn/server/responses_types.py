@@ -42,10 +42,10 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     include: list[str] | None = None
     safety_identifier: str | None = None
+    background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Refused unless they ask for nothing.
-    background: bool | None = None
     conversation: Any = None
     prompt: Any = None
     truncation: str | None = None

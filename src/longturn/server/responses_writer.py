@@ -71,10 +71,21 @@ class ResponsesWriter:
 
     def failure(self, status: int, body: bytes) -> bytes:
         """The event that ends a stream in mid-way; `body` is the error in the form of the chat API."""
+        return self._event("response.failed", response=self._failed(body, limited=status == 429))
+
+    def _failed(self, body: bytes, *, limited: bool = False) -> dict[str, Any]:
         error = msgspec.json.decode(body)["error"]
-        code = "rate_limit_exceeded" if status == 429 else error["code"] or "server_error"
-        response = {**self._object("failed"), "error": {"code": code, "message": error["message"]}}
-        return self._event("response.failed", response=response)
+        code = "rate_limit_exceeded" if limited else error["code"] or "server_error"
+        return {**self._object("failed"), "error": {"code": code, "message": error["message"]}}
+
+    def snapshot(self) -> bytes:
+        """The JSON of a response that is being generated in the background."""
+        return _encode(self._object("in_progress" if self._answer.prompt_tokens else "queued"))
+
+    def end(self, status: str, error: bytes | None) -> None:
+        """A response in the background has ended without being finished; `error` as in `failure`."""
+        response = self._object(status) if error is None else self._failed(error)
+        self._on_done(_encode(response), self._answer)
 
     def whole(self) -> bytes:
         """The JSON of the finished response."""

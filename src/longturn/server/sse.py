@@ -96,7 +96,7 @@ class EventStream:
                     sent_s = loop.time()
                     async for index, chunk in self._events:
                         event = self._encoder.chunk(index, chunk)
-                        # A tool call is sent when it is whole, which may take a while.
+                        # An argument of a call may be sent when it is whole, which may take a while.
                         if not event and loop.time() - sent_s >= KEEP_ALIVE_S:
                             event = _WAITING
                         if event:

@@ -28,6 +28,45 @@ class ToolPiece:
 
     content: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
+    behind: int = 0
+    """Characters at the end of `content` that stand behind the output's first call; all before them stand before it."""
+
+
+class Pieces:
+    """Collects what a tool parser is certain of, in the order of the text, until it is given out."""
+
+    __slots__ = ("_behind", "_calls", "_content", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Calls that were begun."""
+        self._content: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        self._behind = 0
+
+    def text(self, *texts: str) -> None:
+        """Visible text."""
+        self._content += texts
+        if self.count:
+            self._behind += sum(map(len, texts))
+
+    def begin(self, name: str, arguments: str = "") -> None:
+        """A new call; `arguments` are all or the first of them."""
+        self._calls.append(ToolCallDelta(self.count, name=name, arguments=arguments))
+        self.count += 1
+
+    def more(self, arguments: str) -> None:
+        """More arguments of the call that was begun last."""
+        if arguments:
+            self._calls.append(ToolCallDelta(self.count - 1, arguments=arguments))
+
+    def take(self) -> ToolPiece:
+        """What was collected since the last call."""
+        piece = ToolPiece("".join(self._content), tuple(self._calls), self._behind)
+        self._content.clear()
+        self._calls.clear()
+        self._behind = 0
+        return piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,15 @@
     llama_json   {"name": "f", "parameters": {"city": "Rome"}}                            Llama 3.1 and later
     json         {"name": "f", "arguments": {"city": "Rome"}}, also in a ```json block    models without a syntax
 
-A call is given out whole when its object ends, never in part: an output that is cut off inside a call has not made it,
-and its text is content. What models get wrong, and what becomes of it:
+A call begins when its name is known and its arguments open as an object; these are then given out as they are written.
+An output that is cut off has given out the beginning of a JSON text. Calls in rarer forms (arguments before the name,
+as a text, or inside a `function`; several in a list) are given out whole when their object ends, and are text if they
+are cut off. What models get wrong, and what becomes of it:
 
 - No JSON behind an opening marker, or JSON that is no call: the text, marker included, is content, and what follows is
   read as if the marker were not there.
+- Arguments that turn out to be no JSON are given out as they are: up to the bracket that would end them, or to the
+  closing marker. The client sees that they are none. Line ends inside of strings are corrected.
 - A closing marker that is missing is not missed; several objects between two markers, or a list, are several calls.
 - Where no marker is needed only an answer that begins with the object makes a call, and only if the request has a tool
   of that name: an answer may be JSON for other reasons.
@@ -23,10 +27,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from longturn.frontend.parsers.base import ToolPiece
-from longturn.frontend.parsers.json_scan import JsonEnd, cannot_be_call, read_calls
+from longturn.frontend.parsers.base import Pieces, ToolPiece
+from longturn.frontend.parsers.json_scan import ArgumentsScan, JsonEnd, call_head, cannot_be_call, read_calls
 from longturn.frontend.parsers.schema import tool_names
-from longturn.frontend.records import ToolCall, ToolCallDelta
+from longturn.frontend.records import ToolCall
 from longturn.frontend.stop import overlap
 
 MAX_SPACE_CHARS = 256
@@ -60,6 +64,12 @@ class _State(Enum):
     """Behind a marker or a separator: white space, or the beginning of an object."""
     VALUE = auto()
     """Inside a JSON value."""
+    ARGUMENTS = auto()
+    """Inside the arguments of a call that was begun."""
+    BEHIND = auto()
+    """Behind these: the end of the call's object."""
+    REST = auto()
+    """Inside other members of the call's object, which say nothing."""
     CALLED = auto()
     """Behind a call."""
 
@@ -68,8 +78,8 @@ class JsonCalls:
     """State of one output."""
 
     __slots__ = (
-        "_after_call", "_calls", "_closer", "_content", "_count", "_end", "_judged", "_known", "_pending", "_raw",
-        "_space", "_state", "_syntax", "_value",
+        "_after_call", "_arguments", "_closer", "_end", "_judged", "_known", "_may_begin", "_pending", "_pieces",
+        "_raw", "_space", "_state", "_syntax", "_value",
     )  # fmt: skip
 
     def __init__(self, syntax: JsonSyntax, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -89,37 +99,36 @@ class JsonCalls:
         self._end = JsonEnd()
         self._judged = False
         """It is decided that the value may be a call."""
+        self._may_begin = False
+        """The value may turn out to begin like a call whose arguments can be given out as they come."""
+        self._arguments = ArgumentsScan()
         self._closer = ""
         self._space: list[str] = []
         """White space that a call may follow."""
         self._after_call = False
-        self._count = 0
-        self._content: list[str] = []
-        self._calls: list[ToolCallDelta] = []
+        self._pieces = Pieces()
 
     def push(self, text: str) -> ToolPiece:
         """As `ToolParser.push`."""
         self._pending += text
         self._run()
-        return self._piece()
+        return self._pieces.take()
 
     def finish(self) -> ToolPiece:
         """As `ToolParser.finish`."""
         while self._state in (_State.OPENED, _State.VALUE):
             self._give_back()
             self._run()
-        self._text(self._pending)
+        if self._state is _State.ARGUMENTS:
+            self._pieces.more(self._pending)
+        else:
+            self._text("".join(self._value) + self._pending)
         self._pending = ""
+        self._value.clear()
         if not self._after_call:
-            self._content += self._space
+            self._pieces.text(*self._space)
         self._space.clear()
-        return self._piece()
-
-    def _piece(self) -> ToolPiece:
-        content, calls = "".join(self._content), tuple(self._calls)
-        self._content.clear()
-        self._calls.clear()
-        return ToolPiece(content, calls)
+        return self._pieces.take()
 
     def _run(self) -> None:
         steps = {
@@ -127,6 +136,9 @@ class JsonCalls:
             _State.TEXT: self._in_text,
             _State.OPENED: self._opened,
             _State.VALUE: self._in_value,
+            _State.ARGUMENTS: self._in_arguments,
+            _State.BEHIND: self._behind,
+            _State.REST: self._rest,
             _State.CALLED: self._called,
         }
         while self._pending and steps[self._state]():
@@ -172,6 +184,8 @@ class JsonCalls:
         return True
 
     def _in_value(self) -> bool:
+        if self._may_begin and self._begins():
+            return True
         end = self._end.push(self._pending)
         self._value.append(self._take(len(self._pending) if end is None else end))
         if end is None:
@@ -188,6 +202,52 @@ class JsonCalls:
             self._give_back()
         else:
             self._call(calls)
+        return True
+
+    def _begins(self) -> bool:
+        """Begin a call if the value so far is the beginning of one."""
+        text = "".join(self._value) + self._pending
+        found = call_head(text[: _MAX_HEAD_CHARS + 1])
+        if found is None or (self._known is not None and found[0] not in self._known):
+            self._may_begin = found is None and len(text) <= _MAX_HEAD_CHARS
+            return False
+        name, at = found
+        self._pieces.begin(name)
+        self._raw.clear()
+        self._value.clear()
+        self._pending = text[at:]
+        self._arguments = ArgumentsScan(self._closer)
+        self._state, self._after_call = _State.ARGUMENTS, True
+        return True
+
+    def _in_arguments(self) -> bool:
+        piece, used = self._arguments.push(self._pending)
+        self._take(used)
+        self._pieces.more(piece)
+        if not self._arguments.open:
+            self._state = _State.BEHIND
+        return not self._arguments.open
+
+    def _behind(self) -> bool:
+        body = self._pending.lstrip()
+        if not body:
+            return False
+        self._state = _State.CALLED
+        if body[0] == "}":
+            self._pending = body[1:]
+        elif body[0] == ",":
+            self._state, self._end = _State.REST, JsonEnd(depth=1)
+        return True
+
+    def _rest(self) -> bool:
+        end = self._end.push(self._pending)
+        self._value.append(self._take(len(self._pending) if end is None else end))
+        if end is None:
+            return False
+        self._state = _State.CALLED
+        if not end:  # no members, but something else, which shall not be lost
+            self._pending = "".join(self._value) + self._pending
+        self._value.clear()
         return True
 
     def _called(self) -> bool:
@@ -214,12 +274,12 @@ class JsonCalls:
     def _text(self, text: str) -> None:
         if body := text.rstrip():
             self._after_call = False
-            self._content += (*self._space, body)
+            self._pieces.text(*self._space, body)
             self._space.clear()
         self._space.append(text[len(body) :])
 
     def _begin_value(self) -> None:
-        self._state, self._end, self._judged = _State.VALUE, JsonEnd(), False
+        self._state, self._end, self._judged, self._may_begin = _State.VALUE, JsonEnd(), False, True
 
     def _give_back(self) -> None:
         """What was taken for a call is text. What stands behind the marker is read again: it may hold a call."""
@@ -232,8 +292,7 @@ class JsonCalls:
 
     def _call(self, calls: Sequence[ToolCall]) -> None:
         for call in calls:
-            self._calls.append(ToolCallDelta(self._count, name=call.name, arguments=call.arguments))
-            self._count += 1
+            self._pieces.begin(call.name, call.arguments)
         self._raw.clear()
         self._value.clear()
         self._state, self._after_call = _State.CALLED, True

@@ -14,7 +14,7 @@ from typing import Any
 
 from longturn.frontend.parsers.minimax_m3_tags import NAMESPACE, TOOL_BLOCK
 from longturn.frontend.parsers.schema import ITEM, MAX_ALTERNATIVES, listed, resolved
-from longturn.frontend.parsers.tool_grammar import CallGrammar, Function, Rules
+from longturn.frontend.parsers.tool_grammar import CallGrammar, Function, Rules, count_of, text_up_to
 
 Schema = Mapping[str, Any]
 
@@ -39,7 +39,7 @@ class _Elements:
 
     def members(self, schema: Schema) -> str:
         """An object's members as elements, in the order of the schema, and the marker after them."""
-        properties, required = _properties(schema, self.function.parameters)
+        properties, required = properties_of(schema, self.function.parameters)
         parts = []
         for key, member in properties.items():
             if set(key) & set("<>\n") or not key.strip("/ \t"):
@@ -67,7 +67,7 @@ class _Elements:
         if kinds == "array" or (kinds is None and "items" in schema):
             return self._array(schema)
         if kinds == "object" or (kinds is None and "properties" in schema):
-            properties, _ = _properties(schema, self.function.parameters)
+            properties, _ = properties_of(schema, self.function.parameters)
             return self.members(schema) if properties else self._json({**schema, "type": "object"})
         if kinds in ("integer", "number", "boolean", "null"):
             return self._json(schema)
@@ -77,7 +77,7 @@ class _Elements:
         item = schema.get("items")
         element = f"{self._marked(f'<{ITEM}>')} {self.value(item)} {self.rules.literal(f'</{ITEM}>')}"
         least, most = schema.get("minItems"), schema.get("maxItems")
-        times = f"{{{_count(least) or 0},{'' if _count(most) is None else most}}}"
+        times = f"{{{count_of(least) or 0},{'' if count_of(most) is None else most}}}"
         return self.rules.add("items", f"({element}){times} {self.rules.literal(NAMESPACE)}")
 
     def _one_of(self, choices: Sequence[Any]) -> str:
@@ -95,17 +95,7 @@ class _Elements:
         return self.references[reference]
 
     def _text(self, schema: Schema) -> str:
-        pattern = schema.get("pattern")
-        if isinstance(pattern, str) and self.function.strict:
-            begin = "" if pattern.startswith("^") else "(?s:.*)"
-            end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
-            inner = pattern.removeprefix("^")
-            inner = inner if end else inner.removesuffix("$")
-            return self.rules.up_to(NAMESPACE, f"{begin}(?:{_slashes(inner)}){end}")
-        least, most = _count(schema.get("minLength")), _count(schema.get("maxLength"))
-        if least or most is not None:
-            return self.rules.up_to(NAMESPACE, f"(?s:.{{{least or 0},{'' if most is None else most}}})")
-        return self.rules.up_to(NAMESPACE)
+        return text_up_to(self.rules, schema, NAMESPACE, strict=self.function.strict)
 
     def _json(self, schema: Schema) -> str:
         json_rule = self.rules.json(schema, strict=self.function.strict)
@@ -115,7 +105,7 @@ class _Elements:
         return self.rules.literal(f"{NAMESPACE}{tag}")
 
 
-def _properties(schema: Schema, root: Schema) -> tuple[dict[str, Any], set[str]]:
+def properties_of(schema: Schema, root: Schema) -> tuple[dict[str, Any], set[str]]:
     """Members of an object and which of them must be there, all that it is combined of taken together."""
     properties: dict[str, Any] = {}
     required: set[str] = set()
@@ -135,11 +125,3 @@ def _properties(schema: Schema, root: Schema) -> tuple[dict[str, Any], set[str]]
         if isinstance(parts := part.get("allOf"), Sequence):
             waiting.extend(parts)
     return properties, required
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
-def _slashes(pattern: str) -> str:
-    return pattern.replace("\\/", "/").replace("/", "\\/")

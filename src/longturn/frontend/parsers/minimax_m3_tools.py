@@ -5,15 +5,16 @@
     ]<]minimax[>[</tool_call>
 
 An argument is an element named after it, an object has an element for each member and a list an `<item>` for each
-entry; `schema.py` makes JSON of them. A call is given out whole when it ends: its arguments are no stream, since a
-name that comes twice turns a value already written into a list. White space around the tags is part of the format.
+entry; `arguments.py` makes JSON of them while they are read. An argument that can only be a text is given out as it
+comes, any other one when the next begins: until then the same name again would make a list of it.
 
-What models get wrong, and what becomes of it; nothing they write is lost, and no call is made of half a one:
+What models get wrong, and what becomes of it; nothing they write is lost:
 
-- The output ends inside a call: its text, tags included, is content. (Arguments so far would be a call that the model
-  had not finished asking for.) The same with a block that has no call in it.
+- The output ends inside a call: what was written of it is the beginning of a JSON text, which no client can take for
+  arguments. A block without a call in it is content, tags included.
 - A closing tag closes what is still open inside it, up to the call and the block; a new call closes the one before. A
-  closing tag that fits nothing is text. So an element that was never closed ends with the next thing around it.
+  closing tag that fits nothing is text, and so is every tag in an argument that can only be a text. So an element that
+  was never closed ends with the next thing around it.
 - A call without a block around it is a call.
 - Text beside elements is kept as the member `$text`. A call whose whole body is a JSON object has that for arguments.
 - Text after a block is content, and a second block's calls count on.
@@ -26,10 +27,10 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from longturn.frontend.parsers.base import ToolPiece
-from longturn.frontend.parsers.minimax_m3_tags import Tag, TagReader
-from longturn.frontend.parsers.schema import Element, arguments_json, tool_schemas
-from longturn.frontend.records import ToolCallDelta
+from longturn.frontend.parsers.arguments import ArgumentsWriter
+from longturn.frontend.parsers.base import Pieces, ToolPiece
+from longturn.frontend.parsers.minimax_m3_tags import NAMESPACE, Tag, TagReader
+from longturn.frontend.parsers.schema import Element, tool_schemas
 
 MAX_DEPTH = 128
 """Elements in elements; deeper tags are text. Keeps hostile output from overflowing the stack when it is converted."""
@@ -48,8 +49,8 @@ class MinimaxM3Tools:
     """State of one output."""
 
     __slots__ = (
-        "_after_tag", "_calls", "_content", "_count", "_in_block", "_raw", "_schemas", "_space", "_stack", "_state",
-        "_tags",
+        "_after_tag", "_arguments", "_group", "_in_block", "_loose", "_pieces", "_raw", "_schemas", "_space", "_stack",
+        "_state", "_tags", "_text_name",
     )  # fmt: skip
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -60,40 +61,50 @@ class MinimaxM3Tools:
         self._schemas = tool_schemas(tools)
         self._tags = TagReader()
         self._state = _State.TEXT
+        self._arguments = ArgumentsWriter(None)
         self._stack: list[Element] = []
-        """The call, and the elements that are open in it."""
+        """The argument that is being read, and the elements that are open in it."""
+        self._group: list[Element] = []
+        """An argument that is whole, unless its name comes again."""
+        self._text_name: str | None = None
+        """The argument that is being given out as it comes."""
+        self._loose: list[str] = []
+        """Text beside the arguments."""
         self._raw: list[str] = []
         """What was written since the last thing that was certain; content if it turns out to be no call."""
         self._space: list[str] = []
         """White space that a tag may follow."""
         self._after_tag = False
         self._in_block = False
-        self._count = 0
-        self._content: list[str] = []
-        self._calls: list[ToolCallDelta] = []
+        self._pieces = Pieces()
 
     def push(self, text: str) -> ToolPiece:
         """As `ToolParser.push`."""
         for token in self._tags.push(text):
             self._token(token)
-        return self._piece()
+        self._pieces.more(self._arguments.take())
+        return self._pieces.take()
 
     def finish(self) -> ToolPiece:
         """As `ToolParser.finish`."""
-        if held := self._tags.finish():
+        held = self._tags.finish()
+        if held and not (self._state is _State.CALL and self._begins_tag(held)):
             self._token(held)
-        if self._state is not _State.TEXT:
+        if self._state is _State.CALL:
+            self._end_arguments()
+        elif self._state is _State.BLOCK:
             self._give_back()
         elif not self._after_tag:
-            self._content += self._space
+            self._pieces.text(*self._space)
         self._space.clear()
-        return self._piece()
+        self._pieces.more(self._arguments.take())
+        return self._pieces.take()
 
-    def _piece(self) -> ToolPiece:
-        content, calls = "".join(self._content), tuple(self._calls)
-        self._content.clear()
-        self._calls.clear()
-        return ToolPiece(content, calls)
+    def _begins_tag(self, text: str) -> bool:
+        """Whether a text is the beginning of a tag that could come now, in a call."""
+        name = self._text_name or (self._stack[-1].name if self._stack else "invoke")
+        tags = (f"{NAMESPACE}</{ending}>" for ending in (name, "invoke", "tool_call"))
+        return f"{NAMESPACE}<".startswith(text) or any(tag.startswith(text) for tag in tags)
 
     def _token(self, token: str | Tag) -> None:
         if self._state is _State.CALL:
@@ -110,7 +121,7 @@ class MinimaxM3Tools:
     def _text(self, text: str) -> None:
         if body := text.rstrip():
             self._after_tag = False
-            self._content += (*self._space, body)
+            self._pieces.text(*self._space, body)
             self._space.clear()
         self._space.append(text[len(body) :])
 
@@ -122,15 +133,14 @@ class MinimaxM3Tools:
             self._state, self._raw = _State.BLOCK, [*self._space, tag.raw]
             self._space.clear()
         elif name := _invoked(tag):
-            self._raw = [*self._space]
             self._space.clear()
-            self._open_call(name, tag)
+            self._open_call(name)
         else:
             self._text(tag.raw)
 
     def _in_empty_block(self, token: str | Tag) -> None:
         if isinstance(token, Tag) and (name := _invoked(token)):
-            self._open_call(name, token)
+            self._open_call(name)
             return
         if isinstance(token, str) and token.isspace():
             self._raw.append(token)
@@ -141,50 +151,101 @@ class MinimaxM3Tools:
     def _give_back(self) -> None:
         text = "".join(self._raw)
         self._raw.clear()
-        self._stack.clear()
         self._state = _State.TEXT
         # No trimming: white space in it is as it was written.
-        self._content.append(text)
+        self._pieces.text(text)
         self._after_tag = False
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def _open_call(self, name: str, tag: Tag) -> None:
+    def _open_call(self, name: str) -> None:
         self._state, self._in_block = _State.CALL, True
-        self._raw.append(tag.raw)
-        self._stack = [Element(name)]
+        self._raw.clear()
+        self._pieces.begin(name)
+        self._arguments = ArgumentsWriter(self._schemas.get(name))
+
+    def _end_arguments(self) -> None:
+        """Write what was read of the arguments."""
+        if self._text_name is not None:
+            self._text_name = None  # cut off
+        elif self._stack:
+            self._keep(self._stack[0])
+        self._stack.clear()
+        self._write_group()
+        self._arguments.loose_text("".join(self._loose))
+        self._loose.clear()
 
     def _close_call(self) -> None:
-        call = self._stack[0]
-        arguments = arguments_json(call, self._schemas.get(call.name))
-        self._calls.append(ToolCallDelta(self._count, name=call.name, arguments=arguments))
-        self._count += 1
-        self._raw.clear()
-        self._stack.clear()
+        if self._text_name is not None:
+            self._close_text()
+        self._end_arguments()
+        self._arguments.close()
+        self._pieces.more(self._arguments.take())
         self._state, self._after_tag = _State.TEXT, True
 
     def _in_call(self, token: str | Tag) -> None:
         if isinstance(token, Tag) and (name := _invoked(token)):
             self._close_call()
-            self._open_call(name, token)
-            return
-        self._raw.append(token if isinstance(token, str) else token.raw)
-        if isinstance(token, str):
-            self._stack[-1].parts.append(token)
+            self._open_call(name)
+        elif self._text_name is not None:
+            self._in_text(token, self._text_name)
+        elif isinstance(token, str):
+            (self._stack[-1].parts if self._stack else self._loose).append(token)
         elif token.body.startswith("/"):
             self._close(token)
-        elif len(self._stack) > MAX_DEPTH:
+        elif len(self._stack) >= MAX_DEPTH:
             self._stack[-1].parts.append(token.raw)
         else:
-            element = Element(token.body.removesuffix("/"))
+            self._open(token)
+
+    def _open(self, tag: Tag) -> None:
+        element, empty = Element(tag.body.removesuffix("/")), tag.body.endswith("/")
+        if self._stack:
             self._stack[-1].children.append(element)
-            if not token.body.endswith("/"):
-                self._stack.append(element)
+        elif not self._group or self._group[0].name != element.name:
+            self._write_group()
+            if self._arguments.streams(element.name):
+                self._arguments.open_text(element.name)
+                self._text_name = element.name
+                if empty:
+                    self._close_text()
+                return
+        if not empty:
+            self._stack.append(element)
+        elif not self._stack:
+            self._group.append(element)
+
+    def _in_text(self, token: str | Tag, name: str) -> None:
+        if isinstance(token, str):
+            self._arguments.text(token)
+        elif token.body == f"/{name}":
+            self._close_text()
+        elif token.body in ("/invoke", "/tool_call"):
+            self._close_text()
+            self._close(token)
+        else:
+            self._arguments.text(token.raw)
+
+    def _close_text(self) -> None:
+        self._arguments.close_text()
+        self._text_name = None
+
+    def _keep(self, element: Element) -> None:
+        if self._group and self._group[0].name != element.name:
+            self._write_group()
+        self._group.append(element)
+
+    def _write_group(self) -> None:
+        if self._group:
+            self._arguments.elements(self._group)
+            self._group.clear()
 
     def _close(self, tag: Tag) -> None:
         name = tag.body[1:]
-        for depth in range(len(self._stack) - 1, 0, -1):
+        for depth in range(len(self._stack) - 1, -1, -1):
             if self._stack[depth].name == name:
+                if depth == 0:
+                    self._keep(self._stack[0])
                 del self._stack[depth:]
                 return
         if name == "invoke":
@@ -193,7 +254,7 @@ class MinimaxM3Tools:
             self._close_call()
             self._in_block = False
         else:
-            self._stack[-1].parts.append(tag.raw)
+            (self._stack[-1].parts if self._stack else self._loose).append(tag.raw)
 
 
 def _invoked(tag: Tag) -> str:

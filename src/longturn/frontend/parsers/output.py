@@ -22,6 +22,8 @@ class OutputPiece:
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
+    behind: int = 0
+    """As `ToolPiece` has it."""
 
 
 class OutputParser:
@@ -83,7 +85,7 @@ class OutputParser:
         return cls(
             request.request_id,
             None if reasoning is None else reasoning.make(rendered, tools is not None),
-            None if tools is None else tools.make(prompt.tools),
+            None if tools is None else tools.make(prompt.callable_tools),
             (*(reasoning.markers if reasoning else ()), *(tools.markers if tools else ())),
         )
 
@@ -117,7 +119,8 @@ class OutputParser:
         if self._tools is None:
             return self._piece(piece.reasoning, _plain(piece))
         more, last = self._tools.push(piece.content), self._tools.finish()
-        return self._piece(piece.reasoning, ToolPiece(more.content + last.content, (*more.calls, *last.calls)))
+        both = ToolPiece(more.content + last.content, (*more.calls, *last.calls), more.behind + last.behind)
+        return self._piece(piece.reasoning, both)
 
     @property
     def reasoning_span(self) -> tuple[int, int]:
@@ -143,7 +146,7 @@ class OutputParser:
         if piece.content:
             self._content.append(piece.content)
         self._calls += calls
-        return OutputPiece(piece.content, reasoning, calls)
+        return OutputPiece(piece.content, reasoning, calls, piece.behind)
 
     def _call_id(self, index: int) -> str:
         # Derived, so that a run can be repeated; the request's id makes it unique.

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from longturn.errors import ConfigError
-from longturn.frontend.parsers import minimax_m3_grammar
+from longturn.frontend.parsers import minimax_m3_grammar, qwen3_coder_grammar
 from longturn.frontend.parsers.base import ReasoningParser, ToolParser
 from longturn.frontend.parsers.json_calls import hermes, llama_json, plain_json
 from longturn.frontend.parsers.minimax_m3_tags import NAMESPACE
 from longturn.frontend.parsers.minimax_m3_tools import MinimaxM3Tools
+from longturn.frontend.parsers.qwen3_coder import BLOCK, BLOCK_END, FUNCTION, Qwen3CoderTools
 from longturn.frontend.parsers.reasoning import MINIMAX_M3, THINK, MarkedReasoning, ReasoningSyntax
 from longturn.frontend.parsers.tool_grammar import CallGrammar, json_call
 from longturn.frontend.tool_prompt import CallSyntax
@@ -77,6 +78,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "<tool_call>",
         ),
     ),
+    "qwen3_coder": ToolFormat(Qwen3CoderTools, (BLOCK, BLOCK_END), None, qwen3_coder_grammar.QWEN3_CODER),
     # Llama's templates refuse an answer with several calls.
     "llama_json": ToolFormat(
         llama_json,
@@ -131,7 +133,9 @@ def _tools_of(template: str, shows_tools: bool) -> str:
     """A template shows how the model was trained to call: it writes the calls of earlier turns."""
     if not template:
         return NONE
-    if not shows_tools or ("<tool_call>" in template and "<function=" not in template):
+    if shows_tools and BLOCK in template and FUNCTION in template:
+        return "qwen3_coder"
+    if not shows_tools or BLOCK in template:
         return "hermes"
     return "llama_json" if '"parameters": ' in template else "json"
 

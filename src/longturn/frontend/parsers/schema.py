@@ -65,29 +65,42 @@ def tool_names(tools: Iterable[Mapping[str, Any]]) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-def arguments_json(call: Element, schema: Schema | None) -> str:
-    """The arguments of a call as a JSON object; valid JSON whatever is in the call.
+def argument_schema(name: str, root: Schema) -> Any:
+    """The schema of one argument; None if there is none.
 
     Args:
-        call: its children are the arguments.
-        schema: of the object that they make; None if it is not known.
+        name: the argument's.
+        root: schema of the object that all arguments make.
     """
-    root: Schema = schema or {}
-    value: Any
-    if call.children:
-        value = _object(call, _alternatives(root, root), root)
-    elif not (text := call.text).strip():
-        value = {}
-    else:
-        value = _loaded(text)
-        if not isinstance(value, dict):
-            value = {TEXT_MEMBER: text}
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON text in a value may escape half of a surrogate pair, which only JSON can carry
-        text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    return text
+    return _member_schema(name, _alternatives(root, root))
+
+
+def allowed_types(schema: Any, root: Schema) -> set[str]:
+    """The JSON types that `schema`, a part of `root`, names; empty if it says nothing of them."""
+    return _types(_alternatives(schema, root))
+
+
+def argument_value(group: Sequence[Element], root: Schema) -> Any:
+    """The value of an argument that was written as these elements, mostly one, under the schema of all arguments."""
+    schema = argument_schema(group[0].name, root)
+    return _value(group[0], schema, root) if len(group) == 1 else _repeated(group, schema, root)
+
+
+def text_value(text: str, schema: Any, root: Schema) -> Any:
+    """The value of an argument that was written as a text.
+
+    Args:
+        text: as written.
+        schema: of the argument; None if none is known.
+        root: what references lead into.
+    """
+    return _scalar(text, allowed_types(schema, root), _alternatives(schema, root))
+
+
+def element_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None if it is none."""
+    value = _loaded(text)
+    return value if isinstance(value, dict) else None
 
 
 # --- schemas ---------------------------------------------------------------------------------------------------------

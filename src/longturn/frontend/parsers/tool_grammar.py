@@ -129,7 +129,7 @@ def json_call(arguments_key: str) -> Callable[[Rules, Function], str]:
     def call(rules: Rules, function: Function) -> str:
         # One schema and not a text with a schema in it: the library has a lexer of its own for JSON, and where an
         # answer may be other JSON, too, one of the two would have to be chosen at the first brace.
-        parameters = _moved(function.parameters, f"#/properties/{arguments_key}", strict=function.strict)
+        parameters = moved(function.parameters, f"#/properties/{arguments_key}", strict=function.strict)
         schema = {
             "type": "object",
             "properties": {"name": {"const": function.name}, arguments_key: parameters},
@@ -141,14 +141,14 @@ def json_call(arguments_key: str) -> Callable[[Rules, Function], str]:
     return call
 
 
-def _moved(schema: Any, to: str, *, strict: bool) -> Any:
+def moved(schema: Any, to: str, *, strict: bool) -> Any:
     """A schema that has become a part of another one, at `to`: its references into itself follow.
 
     Where it need not be kept strictly, patterns that the library cannot follow go: generators of schemas write
     look-ahead for as little as an e-mail address.
     """
     if isinstance(schema, list):
-        return [_moved(item, to, strict=strict) for item in schema]
+        return [moved(item, to, strict=strict) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}
@@ -158,8 +158,32 @@ def _moved(schema: Any, to: str, *, strict: bool) -> Any:
                 continue  # `$id` would make it a document of its own, in which the references lead nowhere
             made[key] = to + value[1:] if key == "$ref" and value.startswith("#") else value
         else:
-            made[key] = _moved(value, to, strict=strict)
+            made[key] = moved(value, to, strict=strict)
     return made
+
+
+def text_up_to(rules: Rules, schema: Mapping[str, Any], end: str, *, strict: bool) -> str:
+    """A text that is written as it is, by its schema, and the marker that ends it."""
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and strict:
+        begin = "" if pattern.startswith("^") else "(?s:.*)"
+        rest = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
+        inner = pattern.removeprefix("^")
+        inner = inner if rest else inner.removesuffix("$")
+        return rules.up_to(end, f"{begin}(?:{_slashes(inner)}){rest}")
+    least, most = count_of(schema.get("minLength")), count_of(schema.get("maxLength"))
+    if least or most is not None:
+        return rules.up_to(end, f"(?s:.{{{least or 0},{'' if most is None else most}}})")
+    return rules.up_to(end)
+
+
+def count_of(value: Any) -> int | None:
+    """A number of things in a schema; None if it is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _slashes(pattern: str) -> str:
+    return pattern.replace("\\/", "/").replace("/", "\\/")
 
 
 def tool_grammar(
