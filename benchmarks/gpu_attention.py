@@ -29,9 +29,11 @@ from gpu_decode_stack import (
     random_cache,
     shortened,
 )
-from longturn.kernels.kv_formats import lane_views, widen_e2m1
+from longturn.kernels.kv_formats import lane_views, widen_e2m1, widen_words_e2m1, widen_words_fp8
 from longturn.kernels.msa_plan import MsaPlan
+from longturn.kernels.packed_weights import WeightFormat, as_packed
 from longturn.kernels.pages import KvFormat, PageLayout
+from longturn.kernels.small_linear import as_operand
 from longturn.ops.msa import select_blocks
 from longturn.ops.nvfp4 import dequantize_lane, quantize_lane, scale_e2m1
 
@@ -101,28 +103,44 @@ class FormatStack(DecodeStack):
         plain = PageLayout(layout.layers, layout.kv_heads)
         super().__init__(model, torch.empty(pages * plain.page_stride, device="meta"), contexts, tuning)
         self.layout, self.cache = layout, cache
+        if as_packed(model.layers[0].o).format is not WeightFormat.PLAIN:
+            self.attention = as_operand(self.attention)
         self.shape = replace(self.shape, layout=layout)
         self.projected.normal_()
 
 
 @triton.jit
-def _widen(codes, scales, even, odd, ROWS: tl.constexpr, D: tl.constexpr):
-    row, half = tl.arange(0, ROWS)[:, None], tl.arange(0, D // 2)[None, :]
-    code = tl.load(codes + row * (D // 2) + half)
-    a, b = widen_e2m1(code, tl.load(scales + row * (D // 16) + tl.arange(0, D // 16)[None, :]), ROWS, D, True)
-    tl.store(even + row * (D // 2) + half, a)
-    tl.store(odd + row * (D // 2) + half, b)
+def _widen(codes, scales, out, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr):
+    """Into out [ROWS, D]: by bytes (PARTS 2), or by words, whose fp8 numbers (PARTS 2 without scales) lie in codes."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D // PARTS)[None, :]
+    at = tl.load(codes + row * (D // PARTS) + column)
+    scale = tl.load(scales + row * (D // 16) + tl.arange(0, D // 16)[None, :])
+    to = out + row * D + PARTS * column
+    if PARTS == 4:
+        parts = widen_words_e2m1(at, scale, ROWS, D, True)
+    elif codes.dtype.element_ty == tl.int16:
+        parts = widen_words_fp8(at, True)
+    else:
+        parts = widen_e2m1(at, scale, ROWS, D, True)
+    for j in tl.static_range(PARTS):
+        tl.store(to + j, parts[j])
 
 
 def check_widening() -> str:
+    """Every code with every scale, and every e4m3."""
     code = torch.arange(16, dtype=torch.uint8)
     codes = (code | (15 - code) << 4).repeat(256, 1).contiguous().cuda()
-    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 2).contiguous().cuda().view(FP8)
-    even, odd = (torch.empty(256, 16, dtype=torch.float16, device="cuda") for _ in range(2))
-    _widen[(1,)](codes, scales, even, odd, ROWS=256, D=32)
-    got, want = torch.stack((even, odd), 2).flatten(1).float() * 128, scale_e2m1(codes, scales.float())
-    same = torch.equal(got.nan_to_num(7e9), want.nan_to_num(7e9))
-    return f"check widening of every code and scale: {'exact, ok' if same else 'WRONG'}"
+    byte = torch.arange(256, dtype=torch.uint8)
+    scales = byte[:, None].expand(256, 2).contiguous().cuda().view(FP8)
+    want = scale_e2m1(codes, scales.float())
+    numbers = byte.roll(7).repeat(16, 1).view(256, 16).repeat(1, 2).contiguous().cuda()
+    out = torch.empty(3, 256, 32, dtype=torch.float16, device="cuda")
+    _widen[(1,)](codes, scales, out[0], ROWS=256, D=32, PARTS=2)
+    _widen[(1,)](codes.view(torch.int16), scales, out[1], ROWS=256, D=32, PARTS=4)
+    _widen[(1,)](numbers.view(torch.int16), scales, out[2], ROWS=256, D=32, PARTS=2)
+    pairs = ((out[0] * 128.0, want), (out[1] * 128.0, want), (out[2], numbers.view(FP8).float()))
+    same = [torch.equal(got.float().nan_to_num(7e9), right.nan_to_num(7e9)) for got, right in pairs]
+    return f"check widening of every code and scale {same}: {'exact, ok' if all(same) else 'WRONG'}"
 
 
 def check() -> list[str]:
@@ -217,7 +235,7 @@ def formats(points: list[tuple[int, int]]) -> list[str]:
         unit = 1 if layout.in_bytes else 2
         most = max(rows * (context // 128 + 1) + 1 for rows, context in points)
         cache = filled_cache(layout, most)
-        shapes = ((128, 4), (128, 8)) if kv == KvFormat.PLAIN else ((64, 4), (64, 8))
+        shapes = ((128, 4), (128, 8)) if kv == KvFormat.PLAIN else ((64, 4), (128, 4))
         for (rows, context), (tile, warps) in ((point, shape) for point in points for shape in shapes):
             plan = replace(MsaPlan.default(rows, context // 128 + 1), tile=tile, warps=warps)
             tuning = Tuning(msa=plan, parts=frozenset({"msa"}))

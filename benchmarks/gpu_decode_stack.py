@@ -103,12 +103,14 @@ class Tuning:
 
     pdl: bool = True
     no_pdl: frozenset[str] = frozenset()
-    qkv: LinearPlan = field(default_factory=LinearPlan)
+    qkv: LinearPlan | None = None
     o: LinearPlan = field(default_factory=LinearPlan)
     head: LinearPlan = field(default_factory=LinearPlan)
     moe_one: MoeOnePlan | None = None
     msa: MsaPlan | None = None
     moe: MoePlan | None = None
+    next_norm: bool = True
+    """Whether the last kernel of the experts of several tokens normalises for the next projection, if that is plain."""
     few_at_one: bool | None = None
     """Whether one token takes the experts' kernels for several; None leaves it to the weights' format."""
     parts: frozenset[str] = frozenset({"qkv", "msa", "o", "moe", "head"})
@@ -182,6 +184,7 @@ class DecodeStack:
         self.blocks = max(contexts) // 128 + 1
         self.shape = MsaShape(p.q_heads, self.layout, ROTARY_DIM, max_blocks=self.blocks)
         self.plan = self.tuning.msa or MsaPlan.default(rows, self.blocks)
+        self.qkv_plan = self.tuning.qkv or LinearPlan.before_attention(rows, self.blocks)
         pages = cache.numel() // self.layout.page_stride
         table = torch.randperm(pages - 1)[: rows * self.blocks].to(torch.int32) + 1
         if table.numel() < rows * self.blocks:
@@ -221,19 +224,37 @@ class DecodeStack:
         for n, layer in enumerate(m.layers):
             self._layer(n, layer)
         if "head" in t.parts:
-            small_linear(
-                self.x, m.head, self.logits, norm_weight=m.final_norm, normed=self.moe.normed, plan=t.head, pdl=t.pdl
-            )
+            self._project(len(m.layers) - 1, m.head, self.logits, m.final_norm, t.head, t.pdl)
         if finish:
             greedy_step(self.logits, self.values, self.indices, self.tokens, self.positions, pdl=t.pdl)
+
+    def _is_few(self, layer: Layer) -> bool:
+        few = self.tuning.few_at_one
+        return len(self.start) > 1 or (not pays_at_one_token(layer.w13) if few is None else few)
+
+    def _next_norm(self, n: int) -> Tensor | None:
+        """Norm of the projection after layer `n`, if that layer's experts end with it."""
+        m = self.model
+        if n < 0 or not self.tuning.next_norm or not self._is_few(m.layers[n]):
+            return None
+        if n + 1 == len(m.layers):
+            return m.final_norm
+        following = m.layers[n + 1]
+        return following.input_norm if isinstance(following.qkv, Tensor) else None
+
+    def _project(
+        self, n: int, weight: Tensor | PackedWeight, out: Tensor, norm: Tensor, plan: LinearPlan, pdl: bool
+    ) -> None:
+        """Normalise and project the hidden state after layer `n`."""
+        if self._next_norm(n) is not None:
+            small_linear(self.moe.normed, weight, out, plan=plan, pdl=pdl)
+        else:
+            small_linear(self.x, weight, out, norm_weight=norm, normed=self.moe.normed, plan=plan, pdl=pdl)
 
     def _layer(self, n: int, layer: Layer) -> None:
         t = self.tuning
         if "qkv" in t.parts:
-            small_linear(
-                self.x, layer.qkv, self.projected, norm_weight=layer.input_norm, normed=self.moe.normed, plan=t.qkv,
-                pdl=t.uses_pdl("qkv"),
-            )  # fmt: skip
+            self._project(n - 1, layer.qkv, self.projected, layer.input_norm, self.qkv_plan, t.uses_pdl("qkv"))
         if "msa" in t.parts:
             msa_decode(
                 self.projected,
@@ -251,11 +272,10 @@ class DecodeStack:
             small_linear(self.attention, layer.o, self.x, residual=self.x, plan=t.o, pdl=t.uses_pdl("o"))
         if "moe" in t.parts:
             ffn = (layer.post_norm, layer.router, layer.bias, layer.w13, layer.w2, layer.shared_w13, layer.shared_w2)
-            few = not pays_at_one_token(layer.w13) if t.few_at_one is None else t.few_at_one
-            if self.x.shape[0] == 1 and not few:
+            if not self._is_few(layer):
                 moe_one_token(
                     self.x, *ffn, self.expert_logits, self.hidden, top_experts=layer.top, scaling_factor=SCALING,
-                    plan=t.moe_one, pdl=t.uses_pdl("moe"),
+                    plan=t.moe_one, release_first=self.qkv_plan.ahead is True, pdl=t.uses_pdl("moe"),
                 )  # fmt: skip
             else:
                 moe_few_tokens(
@@ -266,6 +286,7 @@ class DecodeStack:
                     top_experts=layer.top,
                     scaling_factor=SCALING,
                     plan=t.moe,
+                    next_norm=self._next_norm(n),
                     pdl=t.uses_pdl("moe"),
                 )
 

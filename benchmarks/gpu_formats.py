@@ -3,8 +3,9 @@
     PYTHONPATH=src:benchmarks python benchmarks/gpu_formats.py decode check linear experts table [--preset slice8]
 
 `decode` compares every code and scale with the format's definition, `check` and `races` a short stack with fp32 and
-with itself, `linear` and `experts` time single kernels over enough weights that none stay in L2, and `table` times
-whole steps. `--jobs N` compiles everything in N processes first. Short lines as it goes, a summary last.
+with itself, `linear` and `experts` time single kernels over enough weights that none stay in L2, `profile` each kernel
+of a layer, and `table` times whole steps: bf16, quantised weights, and quantised weights with an NVFP4 cache and fp8
+index keys. `--jobs N` compiles everything in N processes first. Short lines as it goes, a summary last.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from multiprocessing import get_context
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gpu_decode_stack import (
     EXPERTS,
@@ -30,9 +32,22 @@ from gpu_decode_stack import (
     Formats,
     Model,
     Tuning,
-    floor_ms,
     random_cache,
     shortened,
+)
+from gpu_formats_whole import (
+    BF16,
+    BY_REGISTERS,
+    FOUR_WARPS,
+    ONE_BY_TILES,
+    POINTS,
+    QUANTISED,
+    TILES_OF_TWO,
+    Way,
+    profile,
+    stack_of,
+    table,
+    ways,
 )
 from gpu_kernels import check, pages_for
 from gpu_timing import graph_times_us
@@ -42,13 +57,7 @@ from longturn.kernels.packed_weights_decode import decode, load_scales, part_col
 from longturn.kernels.small_linear import LinearPlan, small_linear
 
 PLAIN, MXFP8, NVFP4 = WeightFormat.PLAIN, WeightFormat.MXFP8, WeightFormat.NVFP4
-QUANTISED = Formats(experts=NVFP4, others=MXFP8)
-BF16 = Formats()
 STREAM_BYTES_PER_US = 4.4e6
-ONE_BY_TILES = Tuning(qkv=LinearPlan(gemv_tokens=0), o=LinearPlan(gemv_tokens=0), few_at_one=True)
-"""One token by the kernels for several."""
-BY_REGISTERS = Tuning(few_at_one=False)
-"""One token outside the tensor cores."""
 SLICES = LinearPlan(slices=True)
 CHECKED = (QUANTISED, Formats(NVFP4, NVFP4))
 Job = tuple[str, list[Callable[[], None]], float]
@@ -98,6 +107,7 @@ def every_code() -> list[str]:
 def checks() -> list[tuple[Formats, Tuning, list[list[int]]]]:
     several = [[2048], [0, 129, 2049, 5000], [777, 6000] * 16]
     ways = [(BY_REGISTERS, several[:1]), (ONE_BY_TILES, several[:1]), (Tuning(), several)]
+    ways += [(TILES_OF_TWO, several[:2]), (Tuning(moe=FOUR_WARPS), several[:2])]
     plain = (BF16, Tuning(o=SLICES), [[0, 129, 2049, 5000], [1, -1, 777, 6000] * 4])
     return [(f, tuning, contexts) for f in CHECKED for tuning, contexts in ways] + [plain]
 
@@ -147,9 +157,8 @@ def linear_plans(form: WeightFormat, tokens: int) -> dict[str, LinearPlan]:
         for rows, block, stages in ((16, 256, 3), (32, 256, 4)):
             plans[f"dot {rows}x{block} s{stages}"] = LinearPlan(dot_rows=rows, dot_block=block, dot_stages=stages)
         return plans
-    if tokens == 1:
-        plans |= {"4 rows": LinearPlan(rows=4), "16 rows": LinearPlan(rows=16)}
-    for rows, block, stages, warps in ((64, 256, 3, 4), (64, 256, 5, 4), (64, 512, 3, 4), (128, 256, 3, 4)):
+    shapes = ((64, 256, 3, 4), (64, 512, 3, 4), (32, 256, 4, 2), (64, 128, 4, 2), (64, 256, 3, 2), (16, 256, 4, 1))
+    for rows, block, stages, warps in shapes:
         plans[f"tile {rows}x{block} s{stages} w{warps}"] = LinearPlan(
             gemv_tokens=0, tile_rows=rows, tile_block=block, tile_stages=stages, warps=warps
         )
@@ -163,7 +172,7 @@ def linear_jobs(name: str, cases: list[tuple[WeightFormat, int]], copies: int) -
     for form, tokens in cases:
         for part, (n, k) in shapes.items():
             weights = [random_packed(form, n, k, scale=k**-0.5, device="cuda") for _ in range(copies)]
-            x = torch.randn(tokens, k, device="cuda").to(torch.bfloat16)
+            x = torch.randn(tokens, k, device="cuda").to(torch.bfloat16 if form is PLAIN else torch.float16)
             out = torch.empty(tokens, n, dtype=torch.float32, device="cuda")
             for label, plan in linear_plans(form, tokens).items():
                 launches = [partial(small_linear, x, w, out, plan=plan, pdl=True) for w in weights]
@@ -175,13 +184,22 @@ def expert_plans(form: WeightFormat) -> dict[str, MoePlan | None]:
     if form is PLAIN:
         return {"default": None, "s3": MoePlan(), "s4": MoePlan(stages=4), "32/64 s4": MoePlan(32, 128, 64, 128, 4, 4)}
     return {
-        "default": None, "32/64": MoePlan(32, 256, 64, 256, 3, 4), "s4": MoePlan(64, 256, 128, 256, 4, 4),
-        "8 warps": MoePlan(64, 256, 128, 256, 3, 8), "64/64": MoePlan(64, 256, 64, 256, 3, 4),
+        "default": None, "four warps": FOUR_WARPS, "32/64 w4": MoePlan(32, 256, 64, 256, 3, 4),
+        "s4": MoePlan(32, 256, 64, 256, 4, 2, 8), "64/64 w2": MoePlan(64, 256, 64, 256, 3, 2, 8),
+        "32/64x128 s4 w2": MoePlan(32, 128, 64, 128, 4, 2, 8), "32/64x128 s6 w2": MoePlan(32, 128, 64, 128, 6, 2, 8),
+        "16/32x256 s3 w1": MoePlan(16, 256, 32, 256, 3, 1, 8),
     }  # fmt: skip
 
 
+def distinct_experts(x: Tensor, router: Tensor) -> int:
+    """Experts that rows of x choose: norm and bias of `expert_jobs` are zero."""
+    y = x.float() * x.float().square().mean(1, keepdim=True).rsqrt()
+    return (y @ router.T).topk(TOP_EXPERTS).indices.unique().numel()
+
+
 def expert_jobs(name: str, cases: list[tuple[Formats, int]], copies: int) -> list[Job]:
-    """All of an MoE layer's launches; the bytes are those of the experts that were chosen."""
+    """All of an MoE layer's launches; the bytes are those of the experts that were chosen. The down projections are so
+    small that x, and with it the choice, stays as it is from one launch to the next."""
     p = PRESETS[name]
     h, i = p.hidden, p.inter
     jobs = []
@@ -193,8 +211,8 @@ def expert_jobs(name: str, cases: list[tuple[Formats, int]], copies: int) -> lis
                 tuple(
                     random_packed(form, *shape, scale=scale, device="cuda")
                     for form, shape, scale in (
-                        (formats.experts, (EXPERTS, 2 * i, h), h**-0.5), (formats.experts, (EXPERTS, h, i), i**-0.5),
-                        (formats.others, (2 * i, h), h**-0.5), (formats.others, (h, i), i**-0.5),
+                        (formats.experts, (EXPERTS, 2 * i, h), h**-0.5), (formats.experts, (EXPERTS, h, i), 1e-6),
+                        (formats.others, (2 * i, h), h**-0.5), (formats.others, (h, i), 1e-6),
                     )
                 )
                 for _ in range(copies)
@@ -205,7 +223,7 @@ def expert_jobs(name: str, cases: list[tuple[Formats, int]], copies: int) -> lis
         routers = [torch.randn(EXPERTS, h, device="cuda") * h**-0.5 for _ in range(copies)]
         bias = torch.zeros(EXPERTS, device="cuda")
         scratch = MoeScratch.allocate(tokens, EXPERTS, TOP_EXPERTS, h, i, x)
-        distinct = EXPERTS * (1 - (1 - TOP_EXPERTS / EXPERTS) ** tokens)
+        distinct = sum(distinct_experts(x, router) for router in routers) / copies
         size = 3 * h * i * (distinct * VALUE_BYTES[formats.experts] + VALUE_BYTES[formats.others])
         for label, plan in expert_plans(formats.experts).items():
             launches = [
@@ -233,45 +251,6 @@ def timed(jobs: list[Job]) -> list[str]:
     return lines
 
 
-def table(name: str, formats: Formats, points: list[tuple[int, int]]) -> list[str]:
-    """Step time of whole stacks; cache and index key are bf16 here."""
-    preset = PRESETS[name]
-    begin = time.time()
-    model = Model.random(preset, formats=formats)
-    torch.cuda.synchronize()
-    label = f"{formats.experts.name}/{formats.others.name}"
-    print(f"{name} {label}: {torch.cuda.memory_allocated() / 2**30:.1f} GiB in {time.time() - begin:.1f} s", flush=True)
-    cache = random_cache(preset, max(pages_for(*point) for point in points))
-    lines = []
-    for rows, context in points:
-        for way, tuning in ways(formats, rows).items():
-            begin = time.time()
-            stack = DecodeStack(model, cache, [context] * rows, tuning)
-            stack.capture()
-            took = time.time() - begin
-            ms, floor = stack.time_ms(), floor_ms(preset, rows, context, formats)
-            lines.append(
-                f"{name} {rows:2} x {context:6} {label:12} {way:14} {ms:7.3f} ms  floor {floor:6.2f} "
-                f"({ms / floor:4.2f} x) [compile+capture {took:.0f} s]"
-            )
-            print(lines[-1], flush=True)
-            del stack
-    return lines
-
-
-def ways(formats: Formats, rows: int) -> dict[str, Tuning]:
-    if rows == 1 and formats.experts is not PLAIN:
-        return {"default": Tuning(), "registers": BY_REGISTERS, "tiles": ONE_BY_TILES}
-    if 1 < rows <= 16 and formats.others is PLAIN:
-        return {"default": Tuning(), "o in slices": Tuning(o=SLICES)}
-    return {"default": Tuning()}
-
-
-POINTS = {
-    "mini60": [(1, 4096), (4, 131072), (16, 32768), (32, 8192)],
-    "slice8": [(1, 4096), (8, 32768)],
-}
-"""Rows and context."""
 LINEAR_CASES = {
     "mini60": [(PLAIN, 4), (PLAIN, 16)],
     "slice8": [(MXFP8, 1), (MXFP8, 8)],
@@ -290,39 +269,45 @@ def jobs_of(command: str, name: str, copies: int) -> list[Job]:
     return expert_jobs(name, EXPERT_CASES[name], min(copies, 4))
 
 
-def stacks_of(command: str, name: str) -> list[tuple[Formats, list[int], Tuning]]:
-    if command == "check":
-        return [(formats, rows, tuning) for formats, tuning, contexts in checks() for rows in contexts]
-    return [(QUANTISED, [context] * rows, t) for rows, context in POINTS[name] for t in ways(QUANTISED, rows).values()]
-
-
 def count_of(command: str, name: str) -> int:
     """Kernels or stacks to compile for a command; `jobs_of` would need a GPU to count."""
     if command == "linear":
         return sum(2 * len(linear_plans(form, tokens)) for form, tokens in LINEAR_CASES[name])
     if command == "experts":
         return sum(len(expert_plans(formats.experts)) for formats, _ in EXPERT_CASES[name])
-    return len(stacks_of(command, name))
+    return len(checked_rows()) if command == "check" else len(all_ways(name))
+
+
+def checked_rows() -> list[tuple[Formats, list[int], Tuning]]:
+    return [(formats, rows, tuning) for formats, tuning, contexts in checks() for rows in contexts]
+
+
+def all_ways(name: str) -> list[tuple[Way, int, int]]:
+    """bf16's are left out: they are few kernels, and their weights fill the memory of several processes."""
+    return [(way, rows, context) for rows, context in POINTS[name] for way in ways(rows) if way.formats != BF16]
 
 
 def warm(command: str, name: str, index: int, count: int) -> None:
     """Compile every count-th kernel of a command, into the disk cache that all processes share."""
+    short = shortened(PRESETS[name], 2)
     if command in ("linear", "experts"):
         for _, launches, _ in jobs_of(command, name, 1)[index::count]:
             launches[0]()
+    elif command == "check":
+        for formats, contexts, tuning in checked_rows()[index::count]:
+            cache = random_cache(short, len(contexts) * (max(contexts) // 128 + 1) + 1)
+            DecodeStack(Model.random(short, formats=formats), cache, contexts, tuning).launch()
+            del cache
     else:
-        for formats, contexts, tuning in stacks_of(command, name)[index::count]:
-            model = Model.random(shortened(PRESETS[name], 2), formats=formats)
-            cache = random_cache(model.preset, len(contexts) * (max(contexts) // 128 + 1) + 1)
-            DecodeStack(model, cache, contexts, tuning).launch()
-            del model, cache
+        for way, rows, context in all_ways(name)[index::count]:
+            stack_of(way, Model.random(short, formats=way.formats), {}, rows, context, pages_for(rows, context))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = ["decode", "check", "races", "linear", "experts", "table", "bf16"]
+    commands = ["decode", "check", "races", "linear", "experts", "profile", "table"]
     parser.add_argument("commands", nargs="+", choices=commands)
     parser.add_argument("--preset", nargs="+", default=["slice8"], choices=sorted(PRESETS))
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile beforehand")
@@ -352,8 +337,10 @@ def main() -> None:
                 lines += races(name)
             elif command in ("linear", "experts"):
                 lines += timed(jobs_of(command, name, COPIES[name]))
+            elif command == "profile":
+                lines += profile(name, POINTS[name])
             else:
-                lines += table(name, QUANTISED if command == "table" else BF16, POINTS[name])
+                lines += table(name, POINTS[name], True)
             torch.cuda.empty_cache()
     print("\n".join(["", "SUMMARY", *lines]))
 

@@ -195,21 +195,21 @@ def plans(rows: int, context: int) -> dict[str, Tuning]:
             out[f"select {candidates}x{rivals}"] = replace(
                 base, msa=replace(plan, candidates=candidates, rivals=rivals)
             )
+    apart, ahead = LinearPlan(ahead=False), LinearPlan(ahead=True)
+    out["o not ahead"] = replace(base, o=apart)
+    out["qkv ahead"] = replace(base, qkv=ahead)
+    out["qkv not ahead"] = replace(base, qkv=apart)
+    out["scores 264 s3"] = replace(base, msa=replace(plan, chunks=max(1, min(blocks, 264 // rows)), score_stages=3))
     if rows == 1:
-        for n_rows, warps, block in ((4, 4, 1024), (8, 4, 512), (8, 8, 1024), (2, 2, 1024), (16, 4, 256)):
-            linear = LinearPlan(n_rows, warps, block)
-            out[f"o {n_rows}x{block} w{warps}"] = replace(base, o=linear)
-            out[f"qkv {n_rows}x{block} w{warps}"] = replace(base, qkv=linear)
+        out["attend w4"] = replace(base, msa=replace(plan, warps=4))
         for one in (MoeOnePlan(2, 4, 8, 8), MoeOnePlan(2, 2, 8, 4), MoeOnePlan(2, 4, 4, 4), MoeOnePlan(1, 2, 8, 4)):
             out[f"in {one.in_rows} w{one.in_warps}, down {one.down_rows} w{one.down_warps}"] = replace(
                 base, moe_one=one
             )
         return out
-    wide = LinearPlan(dot_rows=32)
-    out["qkv 32x256"] = replace(base, qkv=wide)
-    out["no pdl in msa, qkv; qkv 32x256"] = replace(base, qkv=wide, no_pdl=frozenset({"msa", "qkv"}))
-    for moe in (MoePlan(in_rows=64), MoePlan(down_rows=128), MoePlan(in_rows=64, down_rows=128)):
-        out[f"moe in {moe.in_rows} down {moe.down_rows}"] = replace(base, moe=moe)
+    out["norm apart"] = replace(base, next_norm=False)
+    out["moe s4"] = replace(base, moe=MoePlan(stages=4))
+    out["ranks in attend"] = replace(base, msa=replace(plan, fused_blocks=max(blocks, 128) if blocks <= 128 else 0))
     return out
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-from tests.kernels.many_steps import expected_attention, many_step
+from tests.kernels.many_steps import attention_over, expected_attention, fill_quantised, many_step, stored_floats
 
 from gpu_decode_stack import (
     EXPERTS,
@@ -14,6 +15,7 @@ from gpu_decode_stack import (
     ROTARY_DIM,
     SCALING,
     TOP_EXPERTS,
+    Formats,
     random_cache,
     random_layer,
     shortened,
@@ -22,7 +24,9 @@ from longturn.kernels.dense_attention import DensePlan, DenseScratch, DenseShape
 from longturn.kernels.moe_many import MoeManyScratch, moe_many_tokens
 from longturn.kernels.msa_many import MsaManyPlan, MsaManyScratch, msa_many_tokens
 from longturn.kernels.msa_plan import MsaNorms, MsaShape
-from longturn.kernels.pages import PageLayout
+from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
+from longturn.kernels.pages import KvFormat, PageLayout
+from longturn.kernels.unpack_weights import unpack
 from longturn.ops.gemma_norm import gemma_rms_norm
 from longturn.ops.moe import SwigluOai, expert, moe, route
 
@@ -34,20 +38,23 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
     return (gap.norm() / expected.norm()).item(), (each > 5e-2).float().mean().item()
 
 
-def check(name: str) -> list[str]:
-    """One layer's attention and experts over awkward lengths, poisoned buffers, eager and replayed."""
+def check(name: str, hopper: bool = False, experts: bool = True) -> list[str]:
+    """One layer's attention and experts over awkward lengths, poisoned buffers, eager and replayed; attention in Gluon
+    if `hopper`, else in Triton."""
     p, lines = shortened(PRESETS[name], 2), []
     layout = PageLayout(p.layers, p.kv_heads)
     inv_freq = 5e6 ** (-torch.arange(0, ROTARY_DIM, 2, dtype=torch.float32, device="cuda") / ROTARY_DIM)
     steps = [
         ([(0, 1)], 64), ([(0, 127), (0, 128), (0, 129)], 512), ([(2047, 1), (2048, 1), (2049, 2), (0, 1)], 64),
         ([(2048, 300), (5000, 1), (128, 60), (1, 1)], 512), ([(9000, 700)], 1024), ([(0, 2300)], 2304),
+        ([(5000, 4200)], 4224),
     ]  # fmt: skip
     pages = 400
     cache = random_cache(p, pages)
     for spans, bucket in steps:
         shape = MsaShape(p.q_heads, layout, ROTARY_DIM, max_blocks=80)
-        plan = MsaManyPlan.default(shape)
+        plan = MsaManyPlan.default(shape, bucket)
+        plan = replace(plan, hopper_turn=4 if hopper else 0, hopper_attend=hopper)
         norms = MsaNorms(*(torch.randn(HEAD_DIM, device="cuda").mul(0.1).bfloat16() for _ in range(4)))
         ids = iter((torch.randperm(pages - 1) + 1).tolist())
         table = torch.zeros(len(spans), 80, dtype=torch.int32)
@@ -69,7 +76,17 @@ def check(name: str) -> list[str]:
         def attend(pdl: bool) -> None:
             msa_many_tokens(projected, step, norms, cache, 1, out, shape, plan, scratch, pdl=pdl)  # noqa: B023
 
-        lines.append(verdict(f"{name} attention {spans}", attend, out, expected, step.positions >= 0))
+        lines.append(
+            verdict(
+                f"{name} {'Gluon' if hopper else 'Triton'} attention {spans}",
+                attend,
+                out,
+                expected,
+                step.positions >= 0,
+            )
+        )
+        if not experts:
+            continue
         everything, _ = expected_attention(
             projected.float(), step, MsaNorms(*(w.float() for w in vars(norms).values())), cache.float(), layout, 1,
             p.q_heads, inv_freq, torch.bfloat16, top_blocks=80,
@@ -107,6 +124,77 @@ def check(name: str) -> list[str]:
 
         lines.append(verdict(f"{name} experts {spans}", mix, x, expected - x0.float(), step.positions >= 0, x0))
     return lines
+
+
+FORMATS = ((KvFormat.FP8, KvFormat.FP8), (KvFormat.NVFP4, KvFormat.FP8), (KvFormat.PLAIN, KvFormat.FP8))
+
+
+def check_formats(name: str) -> list[str]:
+    """Sparse attention over caches of fewer bits, against fp32 over what the cache holds after the step."""
+    p, lines = shortened(PRESETS[name], 2), []
+    inv_freq = 5e6 ** (-torch.arange(0, ROTARY_DIM, 2, dtype=torch.float32, device="cuda") / ROTARY_DIM)
+    gen = torch.Generator("cuda").manual_seed(torch.seed() % 2**31)
+    pages, spans, bucket = 300, [(9000, 700), (128, 60), (2047, 2), (0, 129)], 1024
+    for kv_format, index_format in FORMATS:
+        layout = PageLayout(p.layers, p.kv_heads, kv_format=kv_format, index_format=index_format)
+        cache = torch.zeros(pages, layout.page_stride, dtype=torch.uint8, device="cuda")
+        fill_quantised(cache, layout, 1, gen)
+        shape = MsaShape(p.q_heads, layout, ROTARY_DIM, max_blocks=80)
+        plan = MsaManyPlan.default(shape)
+        norms = MsaNorms(*(torch.randn(HEAD_DIM, device="cuda").mul(0.1).bfloat16() for _ in range(4)))
+        ids = iter((torch.randperm(pages - 1) + 1).tolist())
+        table = torch.zeros(len(spans), 80, dtype=torch.int32)
+        for r, (cached, new) in enumerate(spans):
+            for block in range((cached + new - 1) // 128 + 1):
+                table[r, block] = next(ids)
+        step = many_step(spans, bucket, table.cuda(), inv_freq, HEAD_DIM)
+        projected = torch.randn(bucket, p.projected, device="cuda").bfloat16()
+        out = torch.full((bucket, p.q_heads * HEAD_DIM), float("nan"), device="cuda", dtype=torch.bfloat16)
+        scratch = MsaManyScratch.allocate(bucket, pages, shape, plan, out)
+        for buffer in vars(scratch).values():
+            buffer.fill_(float("nan") if buffer.is_floating_point() else 77)
+
+        def attend(pdl: bool) -> None:
+            msa_many_tokens(projected, step, norms, cache, 1, out, shape, plan, scratch, pdl=pdl)  # noqa: B023
+
+        attend(False)
+        held = stored_floats(cache, layout, 1)
+        dtypes = [torch.bfloat16 if form == KvFormat.PLAIN else torch.float16 for form in (kv_format, index_format)]
+        expected = attention_over(
+            (held["key"], held["value"], held["index"]), projected.float(), step,
+            MsaNorms(*(w.float() for w in vars(norms).values())), p.q_heads, inv_freq, (dtypes[0], dtypes[1]),
+        )  # fmt: skip
+        label = f"{name} {kv_format} keys and values, {index_format} index"
+        lines.append(verdict(label, attend, out, expected, step.positions >= 0))
+    return lines
+
+
+def check_packed(name: str, tokens: int) -> str:
+    """The experts' kernels on quantised weights against those for plain ones on the same values."""
+    p = shortened(PRESETS[name], 2)
+    layer = random_layer(p, False, formats=Formats(WeightFormat.NVFP4, WeightFormat.MXFP8))
+    weights = [as_packed(w) for w in (layer.w13, layer.w2, layer.shared_w13, layer.shared_w2)]
+    x0 = torch.randn(tokens, p.hidden, device="cuda").bfloat16()
+    plain = [torch.empty(w.shape, dtype=torch.bfloat16, device="cuda") for w in weights]
+    for weight, to in zip(weights, plain, strict=True):
+        unpack(weight, to)
+    scratch = MoeManyScratch.allocate(tokens, EXPERTS, TOP_EXPERTS, p.hidden, p.inter, x0)
+    positions = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    x = torch.empty_like(x0)
+
+    def mix(of: list[torch.Tensor] | list[PackedWeight], pdl: bool) -> None:
+        for key, buffer in vars(scratch).items():
+            if key != "no_tiles" and not pdl:
+                buffer.fill_(float("nan") if buffer.is_floating_point() else 77)
+        x.copy_(x0)
+        moe_many_tokens(
+            x, positions, layer.post_norm, layer.router, layer.bias, *of, scratch, top_experts=TOP_EXPERTS,
+            scaling_factor=SCALING, pdl=pdl,
+        )  # fmt: skip
+
+    mix(plain, False)
+    expected = x.float() - x0.float()
+    return verdict(f"{name} packed experts {tokens}", lambda pdl: mix(weights, pdl), x, expected, positions >= 0, x0)
 
 
 def verdict(

@@ -27,7 +27,7 @@ class ManyPlans:
 
     msa: MsaManyPlan
     moe: MoeManyPlan
-    pdl: bool = False
+    pdl: bool = True
 
 
 def flops_and_bytes(p: Preset, tokens: int, context: int) -> dict[str, tuple[float, float]]:
@@ -50,15 +50,18 @@ def flops_and_bytes(p: Preset, tokens: int, context: int) -> dict[str, tuple[flo
 class ManyStack:
     """A row that is `context` tokens long, `tokens` more of which are computed in one step."""
 
-    def __init__(self, model: Model, cache: Tensor, tokens: int, most_context: int, plans: ManyPlans | None = None):
+    def __init__(
+        self, model: Model, cache: Tensor, tokens: int, most_context: int, plans: ManyPlans | None = None,
+        layout: PageLayout | None = None,
+    ) -> None:  # fmt: skip
         p = model.preset
         device = model.head.device
         self.model, self.cache, self.tokens = model, cache, tokens
-        self.layout = PageLayout(p.layers, p.kv_heads)
+        self.layout = layout or PageLayout(p.layers, p.kv_heads)
         blocks = most_context // 128 + 1
         self.shape = MsaShape(p.q_heads, self.layout, ROTARY_DIM, max_blocks=blocks)
         self.plans = plans or ManyPlans(
-            MsaManyPlan.default(self.shape), MoeManyPlan.default(tokens, EXPERTS, TOP_EXPERTS)
+            MsaManyPlan.default(self.shape, tokens), MoeManyPlan.default(tokens, EXPERTS, TOP_EXPERTS)
         )
         pages = cache.numel() // self.layout.page_stride
         table = torch.randperm(pages - 1)[:blocks].to(torch.int32)[None] + 1
@@ -73,7 +76,7 @@ class ManyStack:
         self.x = torch.empty(tokens, p.hidden, dtype=torch.bfloat16, device=device)
         self.projected = self.x.new_full((tokens, p.projected), float("nan"))
         self.attention = self.x.new_full((tokens, p.q_heads * HEAD_DIM), float("nan"))
-        self.msa = MsaManyScratch.allocate(tokens, pages, self.shape, self.plans.msa, cache)
+        self.msa = MsaManyScratch.allocate(tokens, pages, self.shape, self.plans.msa, self.x)
         self.moe = MoeManyScratch.allocate(tokens, EXPERTS, TOP_EXPERTS, p.hidden, p.inter, self.x, p.dense)
         self.last = self.x.new_empty(1, p.hidden)
         self.logits = self.x.new_empty(1, model.head.shape[0])

@@ -107,7 +107,7 @@ def check(rounds: int, seed: int, page_bytes: int) -> int:
     if CUDA:
         torch.cuda.synchronize()
     wrong += sum(not holds(pool[page], true_pool[page]) for page in range(pages))
-    memory = [offload._host[slot] for slot in range(slots)]
+    memory = [offload._memory[slot] for slot in range(slots)]
     wrong += sum(not holds(memory[slot], true_host[slot]) for slot in range(slots) if true_host[slot] >= 0)
     offload.close()
     return wrong

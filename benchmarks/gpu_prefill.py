@@ -1,9 +1,12 @@
 """Check and time the kernels for many tokens on a GPU.
 
-    PYTHONPATH=src:benchmarks:. python benchmarks/gpu_prefill.py check kernels sweep prefill turn [--preset slice8]
+    PYTHONPATH=src:benchmarks:. python benchmarks/gpu_prefill.py check triton formats packed kernels sweep prefill
+        turn [--preset slice8]
 
-`check` compares with fp32 references at real widths; `kernels` times each kernel of a layer; `sweep` times plans of the
-heavy ones; `prefill` runs a whole prompt in chunks, `turn` one chunk against a long cached context.
+`check` compares with fp32 references at real widths; `gluon` and `triton` do so for the one or the other kernels of
+sparse attention alone, `formats` for caches of fewer bits and `packed` for experts on quantised weights, and time them;
+`kernels` times each kernel of a layer; `sweep` times plans of the heavy ones; `prefill` runs a whole prompt in chunks,
+`turn` one chunk against a long cached context.
 """
 
 from __future__ import annotations
@@ -26,20 +29,25 @@ from gpu_decode_stack import (
     EXPERTS,
     PRESETS,
     ROTARY_DIM,
+    SCALING,
     STREAM_BYTES_PER_S,
     TOP_EXPERTS,
+    Formats,
     Model,
     Preset,
     random_cache,
     random_layer,
     shortened,
 )  # fmt: skip
-from gpu_many_check import check
+from gpu_many_check import FORMATS, check, check_formats, check_packed
 from gpu_many_stack import ManyPlans, ManyStack, flops_and_bytes
-from longturn.kernels.moe_many import MoeManyPlan
+from longturn.kernels import msa_many_hopper
+from longturn.kernels.moe_many import MoeManyPlan, MoeManyScratch, moe_many_tokens
 from longturn.kernels.msa_many import MsaManyPlan, MsaManyScratch, msa_many_tokens
 from longturn.kernels.msa_plan import MsaShape
+from longturn.kernels.packed_weights import WeightFormat, as_packed
 from longturn.kernels.pages import PageLayout
+from longturn.kernels.unpack_weights import unpack
 
 GEMM_FLOPS = 754e12
 """bf16 products of 8192^3 by the vendor's library on an H200, as measured."""
@@ -72,6 +80,8 @@ def precompile(jobs: list[tuple[str, int, int, ManyPlans | None]]) -> None:
 def _compile(name: str, tokens: int, context: int, plans: ManyPlans | None) -> None:
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(CompileOnly())
+    # Tensors here are the CPU's, so that the kernels for Hopper would not be chosen.
+    msa_many_hopper.scores_fit = msa_many_hopper.attend_fits = lambda *a: True  # type: ignore[assignment]
     run = JITFunction.run
     JITFunction.run = lambda self, *a, **k: run(self, *a, **{**k, "warmup": True})  # type: ignore[method-assign]
     preset = shortened(PRESETS[name], 1)
@@ -88,8 +98,9 @@ def _compile(name: str, tokens: int, context: int, plans: ManyPlans | None) -> N
     layer = replace(layer, router=torch.empty(EXPERTS, preset.hidden))
     try:
         msa_many_tokens(
-            stack.projected, stack.step, layer.heads, cache, 0, stack.attention, stack.shape, stack.plans.msa, stack.msa
-        )
+            stack.projected, stack.step, layer.heads, cache, 0, stack.attention, stack.shape, stack.plans.msa,
+            stack.msa, pdl=stack.plans.pdl,
+        )  # fmt: skip
         stack.mix(layer)
     except Exception as error:
         print(f"precompile {name} {tokens} {plans}: {type(error).__name__}: {str(error)[:200]}", flush=True)
@@ -111,10 +122,18 @@ def kernel_times(launch: Callable[[], None], repeats: int = 5) -> dict[str, floa
     return dict(times)
 
 
-def layer_stack(name: str, tokens: int, context: int, plans: ManyPlans | None = None) -> tuple[ManyStack, Preset]:
+def layer_stack(
+    name: str, tokens: int, context: int, plans: ManyPlans | None = None, layout: PageLayout | None = None
+) -> tuple[ManyStack, Preset]:
     p = shortened(PRESETS[name], 2)
     model = Model.random(p)
-    stack = ManyStack(model, random_cache(p, (context + tokens) // 128 + 40), tokens, context + tokens, plans)
+    pages = (context + tokens) // 128 + 40
+    if layout is None:
+        cache = random_cache(p, pages)
+    else:
+        # Random codes; scales and fp8 numbers of at most 1.75, since all 256 bytes would have NaN among them.
+        cache = torch.randint(0, 64, (pages, layout.page_stride), dtype=torch.uint8, device="cuda")
+    stack = ManyStack(model, cache, tokens, context + tokens, plans, layout)
     stack.seek(context)
     stack.begin()
     return stack, p
@@ -125,6 +144,7 @@ def kernels(name: str, points: list[tuple[int, int]]) -> list[str]:
     lines = []
     for tokens, context in points:
         stack, p = layer_stack(name, tokens, context)
+        stack.plans = replace(stack.plans, pdl=False)  # overlapped, each kernel would seem to take longer
         layer = stack.model.layers[1]
 
         def one(stack: ManyStack = stack, layer: object = layer) -> None:
@@ -146,41 +166,85 @@ def kernels(name: str, points: list[tuple[int, int]]) -> list[str]:
     return lines
 
 
-def variants(name: str, tokens: int, context: int) -> Iterator[tuple[str, str, ManyPlans]]:
-    """(kernel, label, plans): one kernel's plan changed at a time."""
+def format_kernels(name: str, points: list[tuple[int, int]]) -> list[str]:
+    """Time of each attention kernel over caches of fewer bits."""
+    lines = []
+    for tokens, context in points:
+        for kv_format, index_format in FORMATS[:2]:
+            layout = PageLayout(2, PRESETS[name].kv_heads, kv_format=kv_format, index_format=index_format)
+            stack, _ = layer_stack(name, tokens, context, layout=layout)
+            stack.plans = replace(stack.plans, pdl=False)
+            times = kernel_times(lambda stack=stack: stack.attend(1, stack.model.layers[1]), 3)  # type: ignore[misc]
+            heavy = ("_queries", "block_scores", "attend_lists", "combine_parts")
+            shown = " ".join(f"{k} {v:.1f}" for k, v in times.items() if k.startswith(heavy))
+            lines.append(f"formats {name} T={tokens} context={context} {kv_format}/{index_format}: {shown} us")
+            print(lines[-1], flush=True)
+            del stack
+            torch.cuda.empty_cache()
+    return lines
+
+
+def default_plans(name: str, tokens: int, context: int) -> ManyPlans:
     p = PRESETS[name]
     shape = MsaShape(p.q_heads, PageLayout(2, p.kv_heads), ROTARY_DIM, (context + tokens) // 128 + 1)
-    base = ManyPlans(MsaManyPlan.default(shape), MoeManyPlan.default(tokens, EXPERTS, TOP_EXPERTS))
-    group = p.q_heads // p.kv_heads
-    for at, warps, stages, registers, items in (
-        (32, 8, 3, 128, 1056), (32, 8, 3, 128, 2112), (32, 4, 3, None, 1056), (64, 8, 3, None, 1056),
-    ):  # fmt: skip
-        msa = replace(
-            base.msa, score_tokens=at, score_warps=warps, score_stages=stages, score_registers=registers,
-            score_items=items,
-        )  # fmt: skip
-        yield "block_scores", f"{at} w{warps} s{stages} items {items}", replace(base, msa=msa)
-    for rows, warps, stages, piece in ((64, 4, 1, 32), (64, 4, 1, 64), (64, 4, 3, 32), (128, 8, 1, 32)):
-        tokens_of = rows // group
-        msa = replace(base.msa, attend_tokens=tokens_of, attend_warps=warps, attend_stages=stages, piece=piece)
-        yield "attend_lists", f"{rows} w{warps} s{stages} piece {piece}", replace(base, msa=msa)
-    for tile, columns, block, stages, warps in IN_PLANS[tokens]:
+    return ManyPlans(MsaManyPlan.default(shape, tokens), MoeManyPlan.default(tokens, EXPERTS, TOP_EXPERTS))
+
+
+def packed(name: str, points: list[tuple[int, int]]) -> list[str]:
+    """Experts on NVFP4 and MXFP8 weights as they are, and unpacked first."""
+    lines = []
+    p = shortened(PRESETS[name], 2)
+    layer = random_layer(p, False, formats=Formats(WeightFormat.NVFP4, WeightFormat.MXFP8))
+    weights = [as_packed(w) for w in (layer.w13, layer.w2, layer.shared_w13, layer.shared_w2)]
+    plain = [torch.empty(w.shape, dtype=torch.bfloat16, device="cuda") for w in weights]
+    for tokens, _ in points:
+        x = torch.randn(tokens, p.hidden, device="cuda").bfloat16()
+        scratch = MoeManyScratch.allocate(tokens, EXPERTS, TOP_EXPERTS, p.hidden, p.inter, x)
+        positions = torch.arange(tokens, dtype=torch.int32, device="cuda")
+
+        def mix(unpacked: bool) -> None:
+            for weight, to in zip(weights, plain, strict=True) if unpacked else ():
+                unpack(weight, to)
+            moe_many_tokens(
+                x, positions, layer.post_norm, layer.router, layer.bias, *(plain if unpacked else weights), scratch,  # noqa: B023
+                top_experts=TOP_EXPERTS, scaling_factor=SCALING,
+            )  # fmt: skip
+
+        for unpacked in (False, True):
+            times = kernel_times(lambda unpacked=unpacked: mix(unpacked), 3)  # type: ignore[misc]
+            shown = " ".join(f"{k} {v:.1f}" for k, v in times.items() if k.startswith(("experts_", "_unpack")))
+            lines.append(f"packed {name} T={tokens}: sum {sum(times.values()):.0f} us | {shown}")
+            print(lines[-1], flush=True)
+    return lines
+
+
+def variants(name: str, tokens: int, context: int) -> Iterator[tuple[str, str, ManyPlans]]:
+    """(kernel, label, plans): one kernel's plan changed at a time."""
+    base = default_plans(name, tokens, context)
+    for turn, stages in ((0, 4), (2, 4), (4, 4), (4, 5)):
+        msa = replace(base.msa, hopper_turn=turn, hopper_stages=stages)
+        label = f"gluon, turns of {turn}, {stages} stages" if turn else "triton"
+        yield "block_scores", label, replace(base, msa=msa, pdl=False)
+    for hopper, piece in ((False, base.msa.piece), (True, 32), (True, 64), (True, 128)):
+        msa = replace(base.msa, hopper_attend=hopper, piece=piece)
+        label = f"{'gluon' if hopper else 'triton'}, pieces of {piece}"
+        yield "attend_lists", label, replace(base, msa=msa, pdl=False)
+    for tile, least, columns, block, stages, warps in IN_PLANS.get(tokens, []):
         moe_plan = replace(
-            base.moe, tile=tile, in_columns=columns, in_block=block, in_stages=stages, in_warps=warps,
+            base.moe, tile=tile, least=least, in_columns=columns, in_block=block, in_stages=stages, in_warps=warps,
             down_columns=2 * columns, down_block=block, down_stages=stages, down_warps=warps,
         )  # fmt: skip
-        yield "experts_", f"{tile}x2x{columns} k{block} s{stages} w{warps}", replace(base, moe=moe_plan)
+        label = f"{tile}/{least}x2x{columns} k{block} s{stages} w{warps}"
+        yield "experts_", label, replace(base, moe=moe_plan, pdl=False)
 
 
 IN_PLANS = {
-    512: [(16, 64, 128, 3, 4), (16, 64, 128, 4, 4), (32, 64, 128, 3, 4), (32, 64, 64, 4, 4), (16, 128, 64, 4, 4),
-          (32, 128, 64, 4, 4), (64, 64, 64, 4, 4)],
-    2048: [(64, 64, 64, 3, 4), (64, 64, 64, 4, 4), (64, 128, 64, 4, 8), (64, 128, 64, 3, 4), (128, 64, 64, 4, 8),
-           (128, 128, 64, 4, 8), (64, 64, 128, 3, 4)],
-    8192: [(128, 128, 64, 3, 8), (128, 128, 64, 4, 8), (128, 64, 64, 4, 8), (128, 64, 64, 3, 4), (64, 128, 64, 3, 4),
-           (64, 128, 64, 4, 8), (128, 128, 32, 4, 8)],
+    2048: [(64, 64, 64, 64, 3, 4), (64, 32, 64, 64, 3, 4), (64, 16, 64, 64, 3, 4)],
+    8192: [(128, 128, 128, 64, 4, 8), (128, 64, 128, 64, 4, 8), (128, 32, 128, 64, 4, 8), (128, 64, 64, 64, 3, 4)],
+    16384: [(128, 64, 128, 64, 4, 8)],
 }  # fmt: skip
-"""Expert tiles to try: tokens, columns of gate (and of up; twice that for down), columns of K, stages, warps."""
+"""Expert tiles to try: tokens, tokens of a short tile, columns of gate (and of up; twice that for down), columns of K,
+stages, warps."""
 
 
 def sweep(name: str, points: list[tuple[int, int]]) -> list[str]:
@@ -249,24 +313,49 @@ def whole(name: str, prompt: int, chunks: list[int], turn: bool) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("commands", nargs="+", choices=["check", "kernels", "sweep", "prefill", "turn"])
+    choices = ["check", "gluon", "triton", "formats", "packed", "kernels", "sweep", "prefill", "turn"]
+    parser.add_argument("commands", nargs="+", choices=choices)
     parser.add_argument("--preset", default="mini60", choices=sorted(PRESETS))
     parser.add_argument("--points", nargs="*", default=["512,131072", "2048,65536", "8192,65536"])
     parser.add_argument("--prompt", type=int, default=131072)
     parser.add_argument("--chunks", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache, so that a later call starts")
+    parser.add_argument(
+        "--gluon", action="store_true", help="sparse attention by the Gluon kernels where plans leave it"
+    )
     arguments = parser.parse_args()
+    if arguments.gluon:
+        make = MsaManyPlan.default
+        MsaManyPlan.default = staticmethod(  # type: ignore[method-assign]
+            lambda *a: replace(make(*a), hopper_turn=4, hopper_attend=True)
+        )
     name = arguments.preset
     points = [(int(tokens), int(context)) for tokens, context in (point.split(",") for point in arguments.points)]
-    jobs: list[tuple[str, int, int, ManyPlans | None]] = [(name, tokens, context, None) for tokens, context in points]
+    jobs: list[tuple[str, int, int, ManyPlans | None]] = []
+    for tokens, context in points if "kernels" in arguments.commands else []:
+        jobs.append((name, tokens, context, replace(default_plans(name, tokens, context), pdl=False)))
+    if "prefill" in arguments.commands:
+        jobs += [(name, tokens, arguments.prompt + 512 - tokens, None) for tokens in arguments.chunks]
+    if "turn" in arguments.commands:
+        jobs.append((name, 512, arguments.prompt, None))
     if "sweep" in arguments.commands:
         jobs += [(name, *point, plans) for point in points for _, _, plans in variants(name, *point)]
-    precompile(jobs)
+    if jobs:
+        precompile(jobs)
+    if arguments.compile_only:
+        return
     torch.manual_seed(time.time_ns() % 2**31)
     lines: list[str] = []
     for command in arguments.commands:
         begin = time.time()
         if command == "check":
             lines += check(name)
+        elif command in ("gluon", "triton"):
+            lines += check(name, hopper=command == "gluon", experts=False)
+        elif command == "packed":
+            lines += [check_packed(name, tokens) for tokens, _ in points] + packed(name, points)
+        elif command == "formats":
+            lines += check_formats(name) + format_kernels(name, points)
         elif command == "kernels":
             lines += kernels(name, points)
         elif command == "sweep":

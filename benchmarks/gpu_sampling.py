@@ -157,10 +157,7 @@ def main() -> None:
     if "check" in arguments.commands:
         lines += check(SamplePlan.default(9)) + check(SamplePlan.default(1))
     if "time" in arguments.commands:
-        narrow = SamplePlan(parts=128, width=32, warps=4)
-        lines += timings(
-            arguments.rows, {"4 warps": SamplePlan.default(64), "8 warps": SamplePlan.default(1), "128 parts": narrow}
-        )
+        lines += timings(arguments.rows, {"128 parts": SamplePlan.default(1), "64 parts": SamplePlan.default(64)})
     print("\n".join(["", "SUMMARY", *lines]))
 
 

@@ -1,14 +1,17 @@
 """Agent sessions in closed loop through the engine and the GPU executor, in process, on random weights.
 
     python benchmarks/gpu_sessions.py pack --traces DIR --data FILE
-    PYTHONPATH=src python benchmarks/gpu_sessions.py run --data FILE --sessions 1 4 8 --seconds 60 [--json FILE]
+    python benchmarks/gpu_sessions.py bound --data FILE [--seconds 40]
+    PYTHONPATH=src python benchmarks/gpu_sessions.py run --data FILE --sessions 1 4 8 16 32 --seconds 40 [--json FILE]
 
 Rules: sessions with at least 10 turns before the first of more than 120,000 tokens, those turns alone; each starts at
 40 % of them, after the turn before has been computed, unmeasured; a turn follows the end of the last by the recorded
 gap, at most 3 s; outputs are as long as recorded, at most 1,200 tokens; prompts share 64-token blocks as recorded, and
 are random otherwise. A lane whose session ends takes the next one. Interactivity is 1 / (time from first to last token
 over the tokens between).
-`pack` writes the few numbers that this needs, so that the traces need not travel.
+`pack` writes the few numbers that this needs, so that the traces need not travel. `bound` says how many tokens a second
+the gaps leave to an engine that takes no time, or a given time for each token. `run` takes about 30 s to start, 3 s for
+prompts, and `--seconds` and 3 more for each point; pinning host memory takes a second for 4 GB.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ import gc
 import gzip
 import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,9 @@ MOST_TOKENS, LEAST_TURNS, START, MOST_GAP_S, MOST_OUTPUT = 120_000, 10, 0.4, 3.0
 MOST_TURNS = 24
 """Of a session that are prepared: more than a minute holds."""
 BLOCK = 64
+VOCAB = 200_064
+MORE = 4
+"""Sessions prepared beside those that start."""
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
@@ -161,13 +169,24 @@ class Done:
     cached: int
 
 
+def prepare(sessions: list[list[Turn]], vocab: int, count: int) -> list[Prompts]:
+    """Prompts of the first `count` sessions, by as many processes as there are processors."""
+    todo = [(i, sessions[i % len(sessions)][:MOST_TURNS], vocab) for i in range(count)]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(_prepare, todo))
+
+
+def _prepare(work: tuple[int, list[Turn], int]) -> Prompts:
+    return Prompts(*work)
+
+
 class Replay:
     """Sessions in `count` lanes on one engine."""
 
-    def __init__(self, engine: Any, sessions: list[list[Turn]], vocab: int, count: int, more: int) -> None:
-        """`more` sessions are prepared beside the `count` that start; the last comes again when they have run out."""
+    def __init__(self, engine: Any, sessions: list[list[Turn]], prompts: list[Prompts], count: int) -> None:
+        """The last of `prompts` comes again when they have run out."""
         self._engine, self._sessions = engine, sessions
-        self._prompts = [Prompts(i, sessions[i % len(sessions)][:MOST_TURNS], vocab) for i in range(count + more)]
+        self._prompts = prompts
         self._next = 0
         self._made = 0
         self.lanes = [Lane(i) for i in range(count)]
@@ -248,10 +267,56 @@ def quantile(values: list[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def measure(stand: Any, sessions: list[list[Turn]], count: int, seconds: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Means:
+    """Of the turns that the first sessions send in a while, by an engine that needs no time."""
+
+    turns: int
+    gap_s: float
+    prompt: float
+    output: float
+
+    def total_tok_s(self, sessions: int, turn_s: float) -> float:
+        """Prompt and output tokens a second, if every turn takes `turn_s`."""
+        return sessions * (self.prompt + self.output) / (self.gap_s + turn_s)
+
+
+def means(sessions: list[list[Turn]], count: int, seconds: float) -> Means:
+    """Of what `count` sessions send within `seconds`, no turn taking any time."""
+    sent: list[Turn] = []
+    for number in range(count):
+        now = 0.0
+        for turn in itertools.cycle(sessions[number % len(sessions)][1:MOST_TURNS]):
+            now += turn.gap_s
+            if now > seconds:
+                break
+            sent.append(turn)
+    mean = statistics.mean
+    return Means(len(sent), mean(t.gap_s for t in sent), mean(t.tokens for t in sent), mean(t.output for t in sent))
+
+
+def bound(args: argparse.Namespace) -> None:
+    """Print what the gaps leave to be reached."""
+    sessions = read(args.data)
+    for count in args.sessions:
+        m = means(sessions, count, args.seconds)
+        line = f"{count:>3} sessions: mean gap {m.gap_s:.2f} s, prompt {m.prompt:,.0f}, output {m.output:.0f} tokens;"
+        line += f" total at most {m.total_tok_s(count, 0.0):,.0f} tok/s if turns took no time"
+        for itl_ms in (1.7, 3.4, 6.5):
+            line += f", {m.total_tok_s(count, m.output * itl_ms / 1e3):,.0f} at {itl_ms} ms an output token"
+        if count in PEER:
+            turn_s = count * (m.prompt + m.output) / (2 * PEER[count][1]) - m.gap_s
+            line += f"; twice vLLM's {PEER[count][1]:,} wants {turn_s:.2f} s a turn, {turn_s / m.output * 1e3:.2f} ms"
+            line += " an output token"
+        print(line)
+
+
+def measure(
+    stand: Any, sessions: list[list[Turn]], prompts: list[Prompts], count: int, seconds: float
+) -> dict[str, Any]:
     """One point: `count` sessions at once for `seconds`."""
     engine, watch = stand.engine(passing=False)
-    replay = Replay(engine, sessions, stand.config.vocab_size, count, more=4)
+    replay = Replay(engine, sessions, prompts, count)
     # What a page holds costs nothing different, so the state that is warmed before the clock need not be computed.
     watch.computing = False
     while replay.turn(only_warm=True):
@@ -266,7 +331,9 @@ def measure(stand: Any, sessions: list[list[Turn]], count: int, seconds: float) 
     while engine.has_work():
         engine.step()
     engine.check_invariants()
-    done = replay.done
+    done, stats = replay.done, engine.stats()
+    if not done:
+        return {"sessions": count, "requests": 0, "errors": replay.errors, "preemptions": replay.preemptions}
     gaps = [(d.end - d.first) / (d.output - 1) for d in done if d.output > 1]
     first = [d.first - d.start for d in done]
     span = max(d.end for d in done) - min(d.start for d in done)
@@ -283,6 +350,10 @@ def measure(stand: Any, sessions: list[list[Turn]], count: int, seconds: float) 
         "median_in": statistics.median(d.prompt for d in done),
         "median_out": statistics.median(d.output for d in done),
         "preemptions": replay.preemptions,
+        "evictions": stats.evictions,
+        "offloaded_pages": stats.offloaded_pages,
+        "loaded_pages": stats.loaded_pages,
+        "host_hit_tokens": stats.host_hit_tokens,
         "sessions_repeated": replay.repeated,
         "errors": replay.errors,
     }
@@ -293,34 +364,55 @@ PEER = {1: (150.0, 17_599, 77, 0.991, 0.171, 0.950), 4: (108.6, 55_727, 262, 0.9
 
 
 def run(args: argparse.Namespace) -> None:
+    sessions = read(args.data)
+    expected = 35 + args.host_gb / 4 + len(args.sessions) * (args.seconds + 3)
+    print(f"about {expected:.0f} s from here", flush=True)
+    begin = time.perf_counter()
+    prompts = prepare(sessions, VOCAB, max(args.sessions) + MORE)  # before CUDA: it does not survive a fork
+    print(f"prompts of {len(prompts)} sessions in {time.perf_counter() - begin:.1f} s", flush=True)
     from longturn.cli.steps.harness import Stand
 
-    sessions = read(args.data)
     stand = Stand(
-        "mini60", rows=max(args.sessions), cached_tokens=args.cached_tokens, context=MOST_TOKENS + MOST_OUTPUT,
-        step_tokens=args.step_tokens, target_itl_ms=args.target_itl_ms,
+        args.preset, rows=max(args.sessions), cached_tokens=args.cached_tokens, context=MOST_TOKENS + MOST_OUTPUT,
+        step_tokens=args.step_tokens, target_itl_ms=args.target_itl_ms, serving=True,
+        host_bytes=int(args.host_gb * 1e9),
     )  # fmt: skip
-    begin = time.perf_counter()
-    graphs = stand.executor.capture()
+    assert stand.config.vocab_size == VOCAB
+    stand.start()
+    while stand.executor.idle():
+        pass
+    info = stand.executor.info
     print(
-        f"{graphs} graphs in {time.perf_counter() - begin:.1f} s; pool of {stand.executor.info.pages} pages", flush=True
+        f"ready after {time.perf_counter() - begin:.1f} s; pool of {info.pages} pages ({info.pages * 128:,} tokens),"
+        f" {info.host_pages} in host memory",
+        flush=True,
     )
     gc.collect()
     gc.freeze()
     rows = []
     for count in args.sessions:
-        row = measure(stand, sessions, count, args.seconds)
+        row = measure(stand, sessions, prompts, count, args.seconds)
         rows.append(row)
-        peer = PEER.get(count)
-        print(
-            f"{count:>3} sessions {row['requests']:>4} requests  P90 {row['p90_tok_s_user']:.1f} tok/s/user"
-            f"  total {row['total_tok_s']:,.0f}  output {row['output_tok_s']:.0f}  hits {row['hit_rate']:.3f}"
-            f"  TTFT {row['ttft_p50_s']:.3f} / {row['ttft_p90_s']:.3f} s  in/out {row['median_in']:.0f} /"
-            f" {row['median_out']:.0f}  preempted {row['preemptions']}  errors {len(row['errors'])}  vLLM {peer}",
-            flush=True,
-        )
+        print(line_of(row), flush=True)
+    stand.close()
+    print(f"all in {time.perf_counter() - begin:.0f} s")
+    bound(args)
     if args.json is not None:
         args.json.write_text(json.dumps({"command": sys.argv, "points": rows}, indent=1))
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A point, for people."""
+    start = f"{row['sessions']:>3} sessions {row['requests']:>4} requests  errors {len(row['errors'])}"
+    if not row["requests"]:
+        return f"{start} {row['errors'][:1]}"
+    return (
+        f"{start}  P90 {row['p90_tok_s_user']:.1f} tok/s/user  total {row['total_tok_s']:,.0f}"
+        f"  output {row['output_tok_s']:.0f}  hits {row['hit_rate']:.3f}"
+        f"  TTFT {row['ttft_p50_s']:.3f} / {row['ttft_p90_s']:.3f} s  in/out {row['median_in']:.0f} /"
+        f" {row['median_out']:.0f}  preempted {row['preemptions']}  evicted {row['evictions']}"
+        f"  loaded {row['loaded_pages']}  vLLM {PEER.get(row['sessions'])}"
+    )
 
 
 def main() -> None:
@@ -329,17 +421,22 @@ def main() -> None:
     packing = verbs.add_parser("pack")
     packing.add_argument("--traces", type=Path, required=True)
     packing.add_argument("--data", type=Path, required=True)
-    running = verbs.add_parser("run")
-    running.add_argument("--data", type=Path, required=True)
-    running.add_argument("--sessions", type=int, nargs="+", default=[1, 4, 8, 16, 32])
-    running.add_argument("--seconds", type=float, default=60.0)
-    running.add_argument("--cached-tokens", type=int, default=560_000)
-    running.add_argument("--step-tokens", type=int, default=2048)
-    running.add_argument("--target-itl-ms", type=float, default=0.0)
-    running.add_argument("--json", type=Path)
+    for verb in ("bound", "run"):
+        made = verbs.add_parser(verb)
+        made.add_argument("--data", type=Path, required=True)
+        made.add_argument("--sessions", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+        made.add_argument("--seconds", type=float, default=40.0)
+    made.add_argument("--preset", default="mini60")
+    made.add_argument("--cached-tokens", type=int, help="of the page pool [all that fit]")
+    made.add_argument("--host-gb", type=float, default=0.0, help="host memory for pages that leave the pool [0]")
+    made.add_argument("--step-tokens", type=int, default=2048)
+    made.add_argument("--target-itl-ms", type=float, default=0.0)
+    made.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.verb == "pack":
         pack(args.traces, args.data)
+    elif args.verb == "bound":
+        bound(args)
     else:
         run(args)
 

@@ -26,7 +26,7 @@ def test_list_names_points_and_the_peers_figures(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--preset", "mini"], "unknown preset 'mini' (known: mini60, slice8)"),
+        (["--preset", "mini"], "unknown preset 'mini' (known: mini60, slice8, "),
         (["decode:7"], "no point of mini60 starts with 'decode:7' (points: decode:1x4096,"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--step-tokens", "0"], "--step-tokens must be at least 1, not 0"),

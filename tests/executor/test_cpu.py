@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -113,3 +114,40 @@ def test_a_broken_plan_fails_alone() -> None:
     good = executor.launch(StepPlan(1, (RowWork(1, 0, 2, True),), new_rows=(start(1, [4, 5], (2,)),)))
     assert good.result().rows[0].token_ids == (9,)
     executor.close()
+
+
+class PrefixModel(ToyModel):
+    """As `ToyModel`, at every wanted position: the likeliest next token is the sum of all up to there."""
+
+    def sums(self, inputs: StepInputs) -> list[int]:
+        super().sums(dataclasses.replace(inputs, sample_index=np.empty(0, np.int32)))
+        items = np.searchsorted(inputs.query_starts, inputs.sample_index, side="right") - 1
+        tables = (inputs.page_tables[inputs.rows[item]] for item in items)
+        ends = inputs.positions[inputs.sample_index] + 1
+        return [int(self.cache[table].reshape(-1)[:end].sum()) % VOCAB for table, end in zip(tables, ends, strict=True)]
+
+
+def test_a_row_that_scores_its_prompt_beside_rows_that_do_not() -> None:
+    executor = CpuExecutor(PrefixModel(), rows=4)
+    scored, other = list(range(1, 31)) * 5, [7, 8, 9]
+    plans = [
+        StepPlan(0, (RowWork(0, 0, 3, True),), new_rows=(start(0, other, (1,)),)),
+        StepPlan(
+            1,
+            (RowWork(0, 3, 1, True), RowWork(1, 0, 128, False, scores=True)),
+            new_rows=(start(1, scored, (2, 3), prompt_logprobs=1),),
+        ),
+        StepPlan(2, (RowWork(0, 4, 1, True), RowWork(1, 128, 22, True, scores=True))),
+    ]
+    results = [executor.launch(plan).result() for plan in plans]
+    executor.close()
+    assert [row.token_ids[0] for result in results for row in result.rows if row.row == 0] == expected(other, 3)
+    assert results[2].rows[1].token_ids == tuple(expected(scored, 1))
+    assert [[(s.row, len(s.logprobs)) for s in result.scores] for result in results] == [[], [(1, 128)], [(1, 21)]]
+    found = [logprobs for result in results for s in result.scores for logprobs in s.logprobs]
+    for position, logprobs in enumerate(found):
+        best = sum(scored[: position + 1]) % VOCAB
+        hit = scored[position + 1] == best
+        # One logit of 30 among zeros: all but certain, and nothing else is.
+        assert logprobs.top_ids == (best,) and logprobs.top[0] == pytest.approx(0.0, abs=1e-6)
+        assert logprobs.token == pytest.approx(0.0 if hit else -30.0, abs=1e-6) and logprobs.rank == (1 if hit else 2)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from longturn.kernels.kv_formats import lane_views
 from longturn.kernels.many_tokens import TILE_TOKENS, ManyTokens
 from longturn.kernels.msa_plan import MsaNorms
-from longturn.kernels.pages import PageLayout
+from longturn.kernels.pages import KvFormat, PageLayout
 from longturn.ops.gemma_norm import gemma_rms_norm
 from longturn.ops.msa import gather_pages, index_block_scores, select_blocks, sparse_attention
+from longturn.ops.nvfp4 import dequantize_lane, quantize_lane
 
 EPS = 1e-6
 
@@ -74,6 +76,53 @@ def lanes(cache: torch.Tensor, layout: PageLayout, layer: int) -> tuple[torch.Te
     )
 
 
+def quantised_lanes(cache: torch.Tensor, layout: PageLayout, layer: int) -> dict[str, torch.Tensor]:
+    """Views of one layer of a uint8 cache: key, value (and their scales, if NVFP4) [pages, kv_heads, 128, ...] and
+    index [pages, 1, 128, d], in the types that are stored."""
+    at = lane_views(cache, layout, layer)
+    kv, d = layout.kv_heads, layout.head_dim
+    pages = cache.numel() // layout.page_stride
+
+    def cut(flat: torch.Tensor, stride: int, begin: int, heads: int, width: int) -> torch.Tensor:
+        return flat.view(-1, stride)[:, begin : begin + heads * 128 * width].view(pages, heads, 128, width)
+
+    width = d // 2 if layout.kv_format == KvFormat.NVFP4 else d
+    out = {
+        "key": cut(at.kv, at.kv_stride, at.key, kv, width),
+        "value": cut(at.kv, at.kv_stride, at.value, kv, width),
+        "index": cut(at.index, at.index_stride, at.index_key, 1, d),
+    }
+    if layout.kv_format == KvFormat.NVFP4:
+        out["key_scale"] = cut(at.scales, at.scale_stride, at.key_scale, kv, d // 16)
+        out["value_scale"] = cut(at.scales, at.scale_stride, at.value_scale, kv, d // 16)
+    return out
+
+
+def stored_floats(cache: torch.Tensor, layout: PageLayout, layer: int) -> dict[str, torch.Tensor]:
+    """What one layer of a uint8 cache holds, dequantised to fp32: key, value, index."""
+    have = quantised_lanes(cache, layout, layer)
+    if layout.kv_format != KvFormat.NVFP4:
+        return {name: lane.to(torch.float32, copy=True) for name, lane in have.items()}
+    both = {name: dequantize_lane(have[name], have[f"{name}_scale"]) for name in ("key", "value")}
+    return both | {"index": have["index"].float()}
+
+
+def fill_quantised(cache: torch.Tensor, layout: PageLayout, layer: int, gen: torch.Generator) -> None:
+    """Random keys, values and index keys in one layer of a uint8 cache; those of the null page are NaN."""
+    have = quantised_lanes(cache, layout, layer)
+    for name in ("key", "value", "index"):
+        pages, heads_of, _, _ = have[name].shape
+        values = torch.randn(pages, heads_of, 128, layout.head_dim, generator=gen, device=cache.device)
+        if layout.kv_format == KvFormat.NVFP4 and name != "index":
+            codes, scales = quantize_lane(values)
+            have[name].copy_(codes)
+            have[f"{name}_scale"].view(torch.uint8).copy_(scales.view(torch.uint8))
+            have[f"{name}_scale"].view(torch.uint8)[0] = 0x7F
+        else:
+            have[name].copy_(values.to(have[name].dtype))
+            have[name][0] = float("nan")
+
+
 def expected_attention(
     projected: torch.Tensor, step: ManyTokens, norms: MsaNorms, cache: torch.Tensor, layout: PageLayout, layer: int,
     q_heads: int, inv_freq: torch.Tensor, dtype: torch.dtype = torch.float32,
@@ -84,27 +133,38 @@ def expected_attention(
     Queries and keys are rounded to `dtype`, so that blocks are chosen by the numbers that the kernels see.
     """
 
-    def turned(x: torch.Tensor, weight: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        return heads(x, weight, at, inv_freq).to(dtype).float()
-
     kv, d = layout.kv_heads, layout.head_dim
     cache = cache.clone()
+    mine_of = [(step.rows == row) & (step.positions >= 0) for row in range(len(step.page_table))]
+    for row, mine in enumerate(mine_of):
+        at = step.positions[mine].long()
+        _, k, v, _, ik = projected[mine].view(len(at), -1, d).split((q_heads, kv, kv, kv, 1), 1)
+        new = (heads(k, norms.key, at, inv_freq), v, heads(ik, norms.index_key, at, inv_freq))
+        for lane, value in zip(lanes(cache, layout, layer), new, strict=True):
+            lane[step.page_table[row].long()[at // 128], :, at % 128] = value.to(dtype).float()
+    out = attention_over(
+        lanes(cache, layout, layer), projected, step, norms, q_heads, inv_freq, (dtype, dtype), top_blocks
+    )
+    return out, cache
+
+
+def attention_over(
+    cached: tuple[torch.Tensor, torch.Tensor, torch.Tensor], projected: torch.Tensor, step: ManyTokens,
+    norms: MsaNorms, q_heads: int, inv_freq: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype],
+    top_blocks: int = 16,
+) -> torch.Tensor:  # fmt: skip
+    """Outputs [T, q_heads * d] over lanes that hold the step's own tokens already; queries and index queries are
+    rounded to `dtypes`."""
+    _, kv, _, d = cached[0].shape
     out = torch.zeros(projected.shape[0], q_heads * d, device=projected.device)
     for row in sorted(set(step.rows[step.positions >= 0].tolist())):
         mine = (step.rows == row) & (step.positions >= 0)
         at = step.positions[mine].long()
-        pages = step.page_table[row].long()
-        q, k, v, iq, ik = projected[mine].view(len(at), -1, d).split((q_heads, kv, kv, kv, 1), 1)
-        for lane, new in zip(
-            lanes(cache, layout, layer),
-            (turned(k, norms.key, at), v, turned(ik, norms.index_key, at)),
-            strict=True,
-        ):
-            lane[pages[at // 128], :, at % 128] = new
-        key, value, index = (
-            gather_pages(lane, pages[: int(at[-1]) // 128 + 1]) for lane in lanes(cache, layout, layer)
-        )
-        scores = index_block_scores(turned(iq, norms.index_query, at), index[:, 0], at)
-        chosen = select_blocks(scores, at, top_blocks)
-        out[mine] = sparse_attention(turned(q, norms.query, at), key, value, at, chosen, d**-0.5).flatten(1)
-    return out, cache
+        pages = step.page_table[row].long()[: int(at[-1]) // 128 + 1]
+        q, _, _, iq, _ = projected[mine].view(len(at), -1, d).split((q_heads, kv, kv, kv, 1), 1)
+        key, value, index = (gather_pages(lane, pages) for lane in cached)
+        index_query = heads(iq, norms.index_query, at, inv_freq).to(dtypes[1]).float()
+        chosen = select_blocks(index_block_scores(index_query, index[:, 0], at), at, top_blocks)
+        query = heads(q, norms.query, at, inv_freq).to(dtypes[0]).float()
+        out[mine] = sparse_attention(query, key, value, at, chosen, d**-0.5).flatten(1)
+    return out

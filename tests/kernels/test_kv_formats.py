@@ -21,7 +21,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from longturn.kernels.kv_formats import e2m1_codes, lane_views, widen_e2m1
+from longturn.kernels.kv_formats import (
+    FP8_LOW,
+    e2m1_codes,
+    fp8_halves,
+    lane_views,
+    widen_e2m1,
+    widen_words_e2m1,
+    widen_words_fp8,
+)
 from longturn.kernels.msa_decode import msa_decode
 from longturn.kernels.msa_plan import DecodeRows, MsaNorms, MsaPlan, MsaScratch, MsaShape
 from longturn.kernels.pages import KvFormat, PageLayout
@@ -53,6 +61,55 @@ def test_widening_is_exact_for_every_code_and_scale() -> None:
     want = scale_e2m1(codes, scales.view(FP8).float())
     torch.testing.assert_close(even.float() * 128, want[:, 0::2], rtol=0, atol=0)
     torch.testing.assert_close(odd.float() * 128, want[:, 1::2], rtol=0, atol=0)
+
+
+@triton.jit
+def _widen_words(words, scales, e2m1, e4m3, ROWS: tl.constexpr, D: tl.constexpr):
+    row = tl.arange(0, ROWS)[:, None]
+    word = tl.arange(0, D // 4)[None, :]
+    tile = tl.load(words + row * (D // 4) + word)
+    parts = widen_words_e2m1(tile, tl.load(scales + row * (D // 16) + tl.arange(0, D // 16)[None, :]), ROWS, D, False)
+    for j in tl.static_range(4):
+        tl.store(e2m1 + row * D + 4 * word + j, parts[j])
+    pair = widen_words_fp8(tile, False)
+    for j in tl.static_range(2):
+        tl.store(e4m3 + row * (D // 2) + 2 * word + j, pair[j])
+
+
+def test_widening_of_words_is_exact_for_every_code_and_scale() -> None:
+    byte = torch.arange(256, dtype=torch.uint8)
+    byte[[127, 255]] = 0  # NaN, which the interpreter's conversion does not know
+    codes = byte[:, None] ^ torch.arange(16, dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    scales = byte[:, None].expand(256, 2).contiguous()
+    e2m1, e4m3 = torch.empty(256, 32, dtype=torch.float16), torch.empty(256, 16, dtype=torch.float16)
+    _widen_words[(1,)](codes.view(torch.int16), scales.view(FP8), e2m1, e4m3, ROWS=256, D=32)
+    assert torch.equal(e2m1.float() * 128, scale_e2m1(codes, scales.view(FP8).float()))
+    assert torch.equal(e4m3.float(), codes.view(FP8).float())
+
+
+@triton.jit
+def _halves(x, high, low, factor, R: tl.constexpr, D: tl.constexpr):
+    at = tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :]
+    first, second, grow = fp8_halves(tl.load(x + at))
+    tl.store(high + at, first)
+    tl.store(low + at, second)
+    tl.store(factor + tl.arange(0, R), grow)
+
+
+def test_two_fp8_numbers_hold_eight_bits() -> None:
+    """Every bf16 mantissa over 12 binades, in rows of sizes far apart; zeros, and a row with NaN."""
+    x = (torch.arange(128) + 128.0).repeat(16, 1) * 2.0 ** -torch.arange(12).repeat(16, 11)[:, :128]
+    x *= torch.where(torch.arange(128) % 3 == 0, -1.0, 1.0)
+    x *= 2.0 ** torch.linspace(-90, 90, 16).round()[:, None]
+    x[4] = 0.0
+    high, low = torch.empty(16, 128, dtype=FP8), torch.empty(16, 128, dtype=FP8)
+    factor = torch.empty(16)
+    _halves[(1,)](x, high, low, factor, R=16, D=128)
+    assert torch.equal((high.float() + low.float() * float(FP8_LOW.value)) * factor[:, None], x)
+    x[5, 6] = float("nan")
+    _halves[(1,)](x, high, low, factor, R=16, D=128)
+    assert factor.isnan().tolist() == [n == 5 for n in range(16)]
 
 
 @triton.jit

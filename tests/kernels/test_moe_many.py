@@ -17,6 +17,7 @@ if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
 from longturn.kernels.linear_many import add_project_many, project_many
 from longturn.kernels.moe_many import MoeManyPlan, MoeManyScratch, moe_many_tokens
 from longturn.kernels.moe_many_route import sort_choices
+from longturn.kernels.packed_weights import WeightFormat, random_packed
 from longturn.ops.gemma_norm import gemma_rms_norm
 from longturn.ops.moe import SwigluOai, expert, moe, route
 
@@ -53,6 +54,7 @@ def scratch_for(tokens: int, top: int, inter: int = INTER) -> MoeManyScratch:
         (1, 1, 0, 0.0, PLAN),
         (16, 2, 3, 0.0, PLAN),
         (70, 4, 6, 0.0, replace(PLAN, tile=32, router_parts=2)),
+        (70, 4, 6, 0.0, replace(PLAN, tile=32, least=16)),
         (33, 2, 0, 9.0, PLAN),  # every token chooses expert 5
         (40, 4, 40, 0.0, PLAN),  # nothing but padding
     ],
@@ -104,6 +106,36 @@ def test_a_broken_token_stays_alone() -> None:
         moe_many_tokens(value, positions, **w, scratch=scratch_for(20, 2), top_experts=2, scaling_factor=2.0, plan=PLAN)
     others = torch.arange(20) != 7
     assert torch.equal(x[others], alone[others])
+
+
+@pytest.mark.parametrize(
+    ("routed", "shared"),
+    [(WeightFormat.NVFP4, WeightFormat.MXFP8), (WeightFormat.MXFP8, WeightFormat.MXFP8),
+     (WeightFormat.NVFP4, WeightFormat.PLAIN), (WeightFormat.PLAIN, WeightFormat.MXFP8)],
+)  # fmt: skip
+@pytest.mark.parametrize("top", [0, 2])
+def test_quantised_weights_are_their_values(routed: WeightFormat, shared: WeightFormat, top: int) -> None:
+    """Against the reference on what the weights hold: exact codes, so only sums differ."""
+    gen = torch.Generator().manual_seed(6)
+    w, held = weights(gen), {}
+    for name, form in (("w13", routed), ("w2", routed), ("shared_w13", shared), ("shared_w2", shared)):
+        if form is not WeightFormat.PLAIN:
+            packed = random_packed(form, *w[name].shape, scale=w[name].shape[-1] ** -0.5, device="cpu")
+            held[name], w[name] = packed, packed.dequantised()
+    x = torch.randn(45, WIDTH, generator=gen)
+    positions = torch.arange(45, dtype=torch.int32)
+    positions[40:] = -1
+    normed = gemma_rms_norm(x, w["norm_weight"], EPS)
+    extra = expert(normed, w["shared_w13"], w["shared_w2"], SwigluOai())
+    if top:
+        routing = route(normed, w["router_weight"], w["bias"], top, 2.0)
+        both = moe(normed, routing, w["w13"], w["w2"], w["shared_w13"], w["shared_w2"], SwigluOai())
+        extra = torch.where((positions >= 0)[:, None], both, extra)
+    expected = x + extra
+    plan = replace(PLAN, in_block=64, down_block=32)
+    scratch = scratch_for(50, 2)
+    moe_many_tokens(x, positions, **{**w, **held}, scratch=scratch, top_experts=top, scaling_factor=2.0, plan=plan)
+    torch.testing.assert_close(x, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_sort_choices() -> None:

@@ -16,17 +16,18 @@ if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
     pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4", allow_module_level=True)
 
 from longturn.kernels.msa_many import MsaManyPlan, MsaManyScratch, msa_many_tokens
+from longturn.kernels.msa_many_attend import combine_parts
 from longturn.kernels.msa_many_scores import top_blocks
 from longturn.kernels.msa_plan import MsaNorms, MsaShape
 from longturn.kernels.pages import PageLayout
 from longturn.ops.msa import select_blocks
-from tests.kernels.many_steps import EPS, expected_attention, many_step
+from tests.kernels.many_steps import EPS, expected_attention, lanes, many_step
 
 LAYOUT = PageLayout(layers=2, kv_heads=2, head_dim=32, index_dim=32)
 Q_HEADS, LAYER, BLOCKS, PAGES = 8, 1, 24, 60
 INV_FREQ = 10000.0 ** (-torch.arange(8, dtype=torch.float32) / 8)
 SHAPE = MsaShape(q_heads=Q_HEADS, layout=LAYOUT, rotary_dim=16, max_blocks=BLOCKS, eps=EPS)
-PLAN = MsaManyPlan(score_items=7, score_programs=3, score_tokens=32, piece=32, attend_tokens=16, attend_programs=3)
+PLAN = MsaManyPlan(score_programs=3, score_tokens=32, piece=32, attend_tokens=16, attend_programs=3)
 
 
 def page_table(spans: list[tuple[int, int]], gen: torch.Generator) -> torch.Tensor:
@@ -53,9 +54,9 @@ def poisoned(scratch: MsaManyScratch) -> MsaManyScratch:
     [
         ([(0, 1)], 4, PLAN),
         ([(0, 3), (126, 1), (120, 10)], 18, PLAN),
-        ([(127, 2), (2047, 1), (2048, 1)], 8, replace(PLAN, score_items=15, score_programs=4, score_tokens=64)),
+        ([(127, 2), (2047, 1), (2048, 1)], 8, replace(PLAN, score_programs=40, score_tokens=64)),
         ([(2048, 1), (2049, 2), (127, 1), (0, 1)], 6, replace(PLAN, attend_tokens=4, attend_programs=7)),
-        ([(2110, 35)], 36, replace(PLAN, piece=64, score_items=1, score_programs=1)),
+        ([(2110, 35)], 36, replace(PLAN, piece=64, score_programs=1)),
         ([(2940, 12), (2816, 5)], 20, replace(PLAN, score_tokens=16, attend_programs=1)),
     ],
 )
@@ -64,9 +65,14 @@ def test_msa_many_is_the_reference(spans: list[tuple[int, int]], bucket: int, pl
     norms = MsaNorms(*(torch.randn(LAYOUT.head_dim, generator=gen) * 0.2 for _ in range(4)))
     cache = torch.randn(PAGES, LAYOUT.page_stride, generator=gen)
     cache[0] = float("nan")
-    step = many_step(spans, bucket, page_table(spans, gen), INV_FREQ, LAYOUT.head_dim)
+    table = page_table(spans, gen)
+    step = many_step(spans, bucket, table, INV_FREQ, LAYOUT.head_dim)
     projected = torch.randn(bucket, SHAPE.projected_width, generator=gen)
     expected, expected_cache = expected_attention(projected, step, norms, cache, LAYOUT, LAYER, Q_HEADS, INV_FREQ)
+    for r, (cached, new) in enumerate(spans):  # What a broken request left in pages that others have now.
+        last, used = divmod(cached + new - 1, 128)
+        for lane in (*lanes(cache, LAYOUT, LAYER), *lanes(expected_cache, LAYOUT, LAYER)):
+            lane[table[r, last], :, used + 1 :] = float("nan")
     out = torch.full((bucket, Q_HEADS * LAYOUT.head_dim), float("nan"))
     # Room for a larger bucket: a step uses the beginning.
     scratch = poisoned(MsaManyScratch.allocate(bucket + 50, PAGES, SHAPE, plan, cache))
@@ -88,6 +94,27 @@ def test_scratch_may_hold_an_earlier_step() -> None:
         out = torch.full((8, Q_HEADS * LAYOUT.head_dim), float("nan"))
         msa_many_tokens(projected, step, norms, cache, LAYER, out, SHAPE, PLAN, scratch)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_parts_in_the_order_of_the_tensor_cores() -> None:
+    """`attend_lists_hopper` stores columns as its threads hold them; combining them must not tell."""
+    gen = torch.Generator().manual_seed(9)
+    lines, group, d = 3, 8, 128
+    parts = torch.randn(lines, 16, group, d, generator=gen)
+    weights = torch.rand(lines, 16, group, 2, generator=gen) + 0.5
+    selected = torch.arange(16, dtype=torch.int32).repeat(lines, 1)
+    selected[1, 5:] = -1
+    share = torch.where(selected[:, :, None] >= 0, weights[..., 0].exp2(), torch.tensor(0.0))
+    sums = (share * weights[..., 1]).sum(1)
+    expected = (share[..., None] * parts).sum(1) / sums[..., None]
+    # A tensor-core tile gives thread u of a row columns 8 j + 2 u + e; it stores them one after the other.
+    stored = parts.view(lines, 16, group, 16, 4, 2).transpose(3, 4).reshape(parts.shape).contiguous()
+    for of, ordered in ((parts, False), (stored, True)):
+        out = torch.full((lines, group, d), float("nan"))
+        combine_parts[(lines, 1)](
+            selected, of, weights, out, GROUP=group, HEADS=group, D=d, TOP=16, FORMAT=0, ORDERED=ordered, PDL=False
+        )
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("init", "local"), [(0, 1), (2, 3), (1, 2)])

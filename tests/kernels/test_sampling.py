@@ -57,16 +57,9 @@ class Device:
         full: bool = True,
     ) -> Sampled:  # fmt: skip
         scratch = SampleScratch.allocate(len(rows), self.vocab, self.plan, CPU)
-        for buffer in (
-            scratch.floats,
-            scratch.values,
-            scratch.race_scores,
-            scratch.race_values,
-            scratch.adjusted,
-            scratch.top_values,
-        ):
+        for buffer in (scratch.floats, scratch.values, scratch.adjusted, scratch.top_values):
             buffer.fill_(float("nan"))
-        for buffer in (scratch.indices, scratch.ids, scratch.race_ids, scratch.top_ids):
+        for buffer in (scratch.indices, scratch.ids, scratch.top_ids):
             buffer.fill_(123456789)
         out = Sampled.allocate(len(rows), CPU)
         out.tokens.fill_(-7)

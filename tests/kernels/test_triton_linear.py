@@ -120,9 +120,9 @@ def test_step_edges() -> None:
     assert tokens[0] == 0
 
 
-@pytest.mark.parametrize("tokens", [2, 17])
-def test_moe_few_tokens(tokens: int) -> None:
-    n, experts, inter = 96, 16, 64
+@pytest.mark.parametrize(("tokens", "n"), [(2, 96), (17, 96), (18, 128)])
+def test_moe_few_tokens(tokens: int, n: int) -> None:
+    experts, inter = 16, 64
     x, norm_weight = rand(tokens, n, seed=1), rand(n, seed=2, scale=0.3)
     router, bias = rand(experts, n, seed=3, scale=0.1), rand(experts, seed=4)
     bias[5] = 9.0  # every token chooses expert 5, so with 17 tokens it needs a second tile
@@ -137,8 +137,11 @@ def test_moe_few_tokens(tokens: int) -> None:
     scratch = MoeScratch.allocate(tokens, experts, 4, n, inter, x)
     for buffer in (scratch.logits, scratch.normed, scratch.hidden, scratch.parts, scratch.shares):
         buffer.fill_(float("nan"))
+    following = rand(n, seed=9, scale=0.3) if tokens != 17 else None
     moe_few_tokens(
         x, positions, norm_weight, router, bias, w13, w2, s13, s2, scratch, top_experts=4, scaling_factor=2.0, eps=EPS,
-        plan=MoePlan(in_rows=16, down_rows=32),
+        plan=MoePlan(in_rows=16, down_rows=32), next_norm=following,
     )  # fmt: skip
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-3)
+    if following is not None:
+        torch.testing.assert_close(scratch.normed, gemma_rms_norm(x, following, EPS), rtol=1e-4, atol=1e-4)

@@ -73,11 +73,11 @@ def every_nvfp4() -> tuple[torch.Tensor, torch.Tensor]:
 
 def every_mxfp8() -> tuple[torch.Tensor, torch.Tensor]:
     """All e4m3 values that are numbers in each row, and scales of 2^-127 to 2^112 (with 448 still fp32) below one of
-    their row."""
+    their row that is up to 2^21 larger."""
     values = torch.arange(256, dtype=torch.uint8).repeat(240, 1)
     values[(values & 0x7F) == 0x7F] = 0
     scales = torch.arange(240, dtype=torch.uint8)[:, None].repeat(1, 8)
-    scales[:, 0] = (scales[:, 0].int() + 100).clamp(max=239).to(torch.uint8)
+    scales[:, 0] = (scales[:, 0].int() + torch.arange(240) % 22).clamp(max=239).to(torch.uint8)
     return values.view(torch.float8_e4m3fn), scales
 
 
@@ -156,16 +156,16 @@ def test_kernels_decode_every_value_exactly(form: WeightFormat) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 3, 17])
+@pytest.mark.parametrize(("tokens", "warps"), [(1, 4), (3, 4), (3, 2), (17, 4)])
 @pytest.mark.parametrize(("norm", "residual", "width"), [(True, False, 192), (False, True, 256), (True, True, 128)])
-def test_small_linear(form: WeightFormat, tokens: int, norm: bool, residual: bool, width: int) -> None:
+def test_small_linear(form: WeightFormat, tokens: int, warps: int, norm: bool, residual: bool, width: int) -> None:
     weight, dense = packed(form, 70, width, seed=2)
     x, norm_weight, base = rand(tokens, width, seed=1), rand(width, seed=3, scale=0.3), rand(tokens, 70, seed=4)
     expected = (gemma_rms_norm(x, norm_weight, 1e-6) if norm else x) @ dense.T + (base if residual else 0)
     out = torch.full((tokens, 70), float("nan"))
     small_linear(
         x, weight, out, norm_weight=norm_weight if norm else None, normed=torch.full_like(x, float("nan")),
-        residual=base if residual else None, plan=LinearPlan(rows=16, tile_rows=32),
+        residual=base if residual else None, plan=LinearPlan(rows=16, tile_rows=32, warps=warps),
     )  # fmt: skip
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
 
@@ -177,33 +177,49 @@ def test_plain_weights_in_slices() -> None:
     torch.testing.assert_close(out, base + x @ weight.T, rtol=1e-4, atol=1e-3)
 
 
-def bf16_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Bits of a * b for bf16 bits, rounded to nearest even."""
-    wide = (a.astype(np.uint32) << 16).view(np.float32) * (b.astype(np.uint32) << 16).view(np.float32)
-    bits = wide.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint32)
+def fp16_halves(register: np.ndarray) -> np.ndarray:
+    """fp16 [2, n] of registers uint32 [n], the low half first."""
+    register = np.atleast_1d(register)
+    return np.stack([register & 0xFFFF, register >> 16]).astype(np.uint16).view(np.float16)
+
+
+def fp16_register(halves: np.ndarray) -> np.ndarray:
+    low, high = halves.astype(np.float16).view(np.uint16).astype(np.uint32)
+    return low | high << np.uint32(16)
 
 
 def run_ptx(text: str, words: np.ndarray, factors: np.ndarray) -> list[np.ndarray]:
-    """The outputs of one of the decoders' assembly texts, by a small interpreter of the five instructions it uses.
+    """The outputs of one of the decoders' assembly texts, by a small interpreter of the instructions it uses.
 
     Inputs are read only as long as no output shares their register, which the constraints must promise ("=&r").
     """
     outputs = len(set(re.findall(r"\$\d+", text))) - 2
     registers = {f"${outputs}": words, f"${outputs + 1}": factors}
-    for line in text.strip("{}\n ").split(";"):
+    for line in text[1:-1].split(";"):
         if not line.strip() or line.strip().startswith(".reg"):
             continue
         operation, arguments = line.strip().split(" ", 1)
+        if arguments.startswith("{"):  # two 16-bit registers of one
+            low, high = arguments[1 : arguments.index("}")].split(", ")
+            whole = registers[arguments.split("}, ")[1]]
+            registers[low], registers[high] = whole & np.uint32(0xFFFF), whole >> np.uint32(16)
+            continue
         to, *of = [argument.strip() for argument in arguments.split(",")]
-        a, b = [registers[name] if name in registers else np.uint32(int(name, 0)) for name in of]
-        if operation == "mul.bf16x2":
-            low, high = bf16_product(a & 0xFFFF, b & 0xFFFF), bf16_product(a >> 16, b >> 16)
-            registers[to] = low | high << np.uint32(16)
+        a, *rest = [registers[name] if name in registers else np.uint32(int(name, 0)) for name in of]
+        if operation == "mul.rn.f16x2":
+            registers[to] = fp16_register(fp16_halves(a) * fp16_halves(rest[0]))
+        elif operation == "cvt.rn.f16x2.e4m3x2":
+            bytes_ = np.stack([a & 0xFF, a >> 8]).astype(np.uint8)
+            registers[to] = fp16_register(torch.from_numpy(bytes_).view(torch.float8_e4m3fn).to(torch.float32).numpy())
+        elif operation == "cvt.f32.f16":
+            registers[to] = fp16_halves(a)[0].astype(np.float32).view(np.uint32)
+        elif operation == "prmt.b32":
+            assert not rest[0] and rest[1] == 0x3120
+            inner = ((a & 0xFF00) << np.uint32(8)) | ((a & 0xFF0000) >> np.uint32(8))
+            registers[to] = (a & np.uint32(0xFF0000FF)) | inner
         else:
-            step = {"and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "shl.b32": np.left_shift,
-                    "shr.b32": np.right_shift}[operation]  # fmt: skip
-            registers[to] = step(a, b).astype(np.uint32)
+            step = {"and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "shl.b32": np.left_shift}[operation]
+            registers[to] = step(a, rest[0]).astype(np.uint32)
     return [registers[f"${n}"] for n in range(outputs)]
 
 
@@ -213,7 +229,7 @@ def test_the_assembly_decodes_every_word(form: WeightFormat) -> None:
     word = np.arange(1 << 16, dtype=np.uint32)
     other = (word * np.uint32(40503)) & np.uint32(0xFFFF)  # odd, so every word is some word's neighbour
     multiplier, addend = SCALE_BITS[form]
-    for byte, next_byte in ((0, 143), (77, 8), (143, 0)) if form is WeightFormat.NVFP4 else ((247, 130), (1, 247)):
+    for byte, next_byte in ((0, 143), (77, 8), (143, 0)) if form is WeightFormat.NVFP4 else ((22, 9), (1, 22)):
         bits = [np.uint32(b * multiplier + addend) for b in (byte, next_byte)]
         pair, factor = word | other << np.uint32(16), bits[0] | bits[1] << np.uint32(16)
         narrow, wide = ASSEMBLY[form]
@@ -228,8 +244,7 @@ def test_the_assembly_decodes_every_word(form: WeightFormat) -> None:
             expected = PackedWeight(form, words, scales, torch.ones(count)).dequantised()
             for part in range(int(form)):
                 value = expected[:, part * (GROUP[form] // int(form))].numpy()
-                got = ((halves[part] >> np.uint32(16 * half)) & np.uint32(0xFFFF)) << np.uint32(16)
-                np.testing.assert_array_equal(got.view(np.float32), value)
+                np.testing.assert_array_equal(fp16_halves(halves[part])[half], value)
                 np.testing.assert_array_equal(single[2 * part + half].view(np.float32), value)
 
 
@@ -270,10 +285,11 @@ def test_a_dense_layer_of_one_token(form: WeightFormat) -> None:
 
 
 @pytest.mark.parametrize(
-    ("routed", "shared", "tokens"),
-    [(*MIXES[0], 17), (*MIXES[1], 1), (*MIXES[2], 3), (WeightFormat.PLAIN, WeightFormat.MXFP8, 2)],
-)
-def test_moe_few_tokens(routed: WeightFormat, shared: WeightFormat, tokens: int) -> None:
+    ("routed", "shared", "tokens", "tile"),
+    [(*MIXES[0], 17, 16), (*MIXES[0], 10, 8), (*MIXES[1], 1, 8), (*MIXES[2], 3, 16),
+     (WeightFormat.PLAIN, WeightFormat.MXFP8, 2, 16)],
+)  # fmt: skip
+def test_moe_few_tokens(routed: WeightFormat, shared: WeightFormat, tokens: int, tile: int) -> None:
     n, experts, inter = 128, 8, 64
     x, norm_weight = rand(tokens, n, seed=1), rand(n, seed=2, scale=0.3)
     router, bias = rand(experts, n, seed=3, scale=0.1), rand(experts, seed=4)
@@ -294,6 +310,6 @@ def test_moe_few_tokens(routed: WeightFormat, shared: WeightFormat, tokens: int)
         buffer.fill_(float("nan"))
     moe_few_tokens(
         x, positions, norm_weight, router, bias, w13, w2, s13, s2, scratch, top_experts=4, scaling_factor=2.0,
-        plan=MoePlan(in_rows=32, down_rows=64),
+        plan=MoePlan(in_rows=32, down_rows=64, token_tile=tile),
     )  # fmt: skip
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=4e-3)

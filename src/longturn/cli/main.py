@@ -30,6 +30,7 @@ VERBS = {
     "inspect": "show what a checkpoint is: family, size, formats, cache bytes per token",
     "convert": "rewrite a MiniMax-M3 checkpoint in BF16, MXFP8 or NVFP4",
     "make-checkpoint": "write a random checkpoint in the shape of a real model",
+    "tune": "measure kernel plans on this GPU and keep the better ones for later starts",
     "doctor": "check this machine: Python, PyTorch, compiler, model, cache directory",
     "version": "print the version",
 }

@@ -35,10 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--preset",
         default="mini60",
         metavar="NAME",
-        help="shape of the model: mini60 (60 thin layers) or slice8 (8 layers of full width) [mini60]",
-    )
-    parser.add_argument(
-        "--weights", choices=("bf16", "nvfp4"), default="bf16", help="nvfp4: NVFP4 experts, MXFP8 elsewhere [bf16]"
+        help="model: mini60 (60 thin layers) or slice8 (8 layers of full width), all in bf16; with -nvfp4: NVFP4 "
+        "experts, MXFP8 elsewhere, keys and values in NVFP4, index key in fp8; slice8-nvfp4-bf16kv and slice8-fp8kv "
+        "are between [mini60]",
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timings of each point, median printed [3]")
     parser.add_argument(
@@ -55,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
     check_number("--repeats", args.repeats, 1)
     check_number("--step-tokens", args.step_tokens, 1)
 
-    from longturn.cli.steps.points import POINTS, choose
+    from longturn.cli.steps.points import PRESETS, choose
 
-    if args.preset not in POINTS:
-        raise ConfigError(f"unknown preset '{args.preset}' (known: {', '.join(POINTS)})")
+    if args.preset not in PRESETS:
+        raise ConfigError(f"unknown preset '{args.preset}' (known: {', '.join(PRESETS)})")
     points = choose(args.preset, args.points)
     if args.list:
         _list(points, as_json=args.json)
@@ -107,14 +106,17 @@ def _measure(
     rows = []
     for point in points:
         if point.kind == "start":
-            measured, parts = measure_start(args.preset, point, args.step_tokens, args.weights)
+            measured, parts = measure_start(args.preset, point, args.step_tokens)
             show(f"{_line(measured)} {parts}")
             rows.append(measured.row() | {"parts_s": parts})
     points = tuple(point for point in points if point.kind != "start")
     if points:
-        stand = Stand(args.preset, **size_of(points, args.step_tokens), graphs=not args.no_graphs, weights=args.weights)
+        stand = Stand(args.preset, **size_of(points, args.step_tokens), graphs=not args.no_graphs)
         seconds = prepare(stand, points)
-        show(f"{args.preset} {args.weights}: {stand.executor.info.pages} pages; graphs captured in {seconds:.1f} s")
+        show(
+            f"{args.preset}: {stand.executor.info.pages} pages, {stand.cached_tokens_per_gb():,.0f} cached tokens a GB "
+            f"({stand.cache_ratio():.2f} x bf16's); graphs captured in {seconds:.1f} s"
+        )
         show(_HEADER)
         for point in points:
             measured = measure(stand, point, args.repeats)

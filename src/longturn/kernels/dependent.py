@@ -7,7 +7,11 @@ The release comes after the wait on purpose. If B lets its successor start only 
 block of C knows that A is complete, and C may read A's output, and everything older, ahead of its own wait. `attend`
 reads the projection so, `down` the router's logits and `experts_down` the choices.
 `benchmarks/gpu_kernels.py order` looks for a counterexample: none in 400 chains, and a stale read in every one of 400
-where B released first. Releasing first where no successor reads ahead was tried too, and was no faster.
+where B released first.
+
+A kernel whose successor reads nothing ahead but weights may release first (`release_then_wait`): `attend`, `merge`,
+`combine` and, where it is asked to, `down`, which all come before a projection. Its weights are then on their way to
+shared memory (linear_ahead.py) while these kernels still wait for their predecessors.
 
 Reads of anything that a kernel of the step writes bypass L1 (`cache_modifier=FRESH`): the buffers are the same in
 every layer, and a multiprocessor that runs the next kernel's blocks beside this one's could hold a line of the value
@@ -36,6 +40,15 @@ def wait_then_release(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def release_then_wait(PDL: tl.constexpr):
+    """Let the next grid start launching once all programs of this one run, then wait as above. Only for kernels whose
+    successor reads nothing before its own wait that any kernel of the step writes."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:

@@ -28,6 +28,9 @@ NUMBER = {KvFormat.PLAIN: 0, KvFormat.FP8: 1, KvFormat.NVFP4: 2}
 E2M1_GROW = tl.constexpr(128.0)
 """Inverse of the factor by which `widen_e2m1` leaves values too small."""
 
+FP8_LOW = tl.constexpr(2.0**-4)
+"""What the second tile of `fp8_halves` counts."""
+
 _WIDEN = """{
 .reg .b32 t, s, m;
 prmt.b32 t, $4, 0, 0x4140;
@@ -42,6 +45,27 @@ shl.b32 s, t, 8; and.b32 s, s, 0x80008000; shl.b32 m, t, 5; and.b32 m, m, 0x0E00
 mul.rn.f16x2 $3, s, $6;
 }"""
 _WIDEN_ASM = tl.constexpr(_WIDEN)
+# Each takes two words and treats them alike: nothing may cross between them, since which two are a pair is the layout's
+# choice (two columns of a key, two tokens of a value).
+_FP8_ASM = tl.constexpr("""{
+.reg .b32 t;
+.reg .b16 low, high;
+prmt.b32 t, $2, 0, 0x3120;
+mov.b32 {low, high}, t;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+_E2M1_ASM = tl.constexpr("""{
+.reg .b32 s, m;
+shl.b32 s, $4, 12; and.b32 s, s, 0x80008000; shl.b32 m, $4, 9; and.b32 m, m, 0x0E000E00; or.b32 s, s, m;
+mul.rn.f16x2 $0, s, $5;
+shl.b32 s, $4, 8; and.b32 s, s, 0x80008000; shl.b32 m, $4, 5; and.b32 m, m, 0x0E000E00; or.b32 s, s, m;
+mul.rn.f16x2 $1, s, $5;
+shl.b32 s, $4, 4; and.b32 s, s, 0x80008000; shl.b32 m, $4, 1; and.b32 m, m, 0x0E000E00; or.b32 s, s, m;
+mul.rn.f16x2 $2, s, $5;
+and.b32 s, $4, 0x80008000; shr.b32 m, $4, 3; and.b32 m, m, 0x0E000E00; or.b32 s, s, m;
+mul.rn.f16x2 $3, s, $5;
+}""")
 
 
 @dataclass(frozen=True)
@@ -105,6 +129,23 @@ def as_e4m3(x):
 
 
 @triton.jit
+def fp8_halves(x):
+    """Two e4m3 tiles and a factor a row: x [R, D] is (first + second * FP8_LOW) * factor to 8 significant bits.
+
+    So a product with e4m3 keys needs no conversion of the keys. Numbers below 2**-13 of their row's largest keep fewer
+    bits, and those below 2**-21 none. A row with a NaN or an infinity has factor NaN.
+    """
+    exponent = (tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True) >> 23) & 0xFF
+    exponent = tl.maximum(exponent, 8)
+    scaled = x * ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # its largest lies in [128, 256)
+    high = as_e4m3(scaled)
+    low = as_e4m3((scaled - high.to(tl.float32)) * (1.0 / FP8_LOW))
+    factor = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    broken = tl.max((x != x).to(tl.int32), axis=1) != 0
+    return high, low, tl.where(broken | (exponent == 255), float("nan"), factor)
+
+
+@triton.jit
 def store_rows(
     values, lane, scale_lane, row, ROWS: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
@@ -163,3 +204,36 @@ def widen_e2m1(codes, scale, ROWS: tl.constexpr, D: tl.constexpr, ASM: tl.conste
         even = (((wide & 0x08) << 12) | ((wide & 0x07) << 9)).to(tl.float16, bitcast=True) * factor
         odd = (((wide & 0x80) << 8) | ((wide & 0x70) << 5)).to(tl.float16, bitcast=True) * factor
     return even, odd
+
+
+@triton.jit
+def widen_words_fp8(words, ASM: tl.constexpr):
+    """Even and odd columns, fp16 in the shape of `words`: int16, two e4m3 each."""
+    if ASM:
+        form: tl.constexpr = (tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(_FP8_ASM, "=&r,=&r,r", [words], form, is_pure=True, pack=2)
+    else:
+        low, high = (words & 0xFF).to(tl.uint8), ((words >> 8) & 0xFF).to(tl.uint8)
+        return low.to(tl.float8e4nv, bitcast=True).to(tl.float16), high.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def _nibble(wide, AT: tl.constexpr):
+    """The value of the code at bit AT of each uint16, times 2**-14."""
+    code = wide >> AT
+    return (((code & 0x8) << 12) | ((code & 0x7) << 9)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def widen_words_e2m1(words, scale, ROWS: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
+    """Columns 0, 1, 2 and 3 of each four, fp16 [ROWS, D / 4] each and divided by `E2M1_GROW`, of words int16
+    [ROWS, D / 4] of four codes and their e4m3 scales [ROWS, D / 16]."""
+    grown = scale.to(tl.float16) * 128.0
+    factor = tl.reshape(tl.broadcast_to(grown[:, :, None], [ROWS, D // 16, 4]), [ROWS, D // 4])
+    if ASM:
+        form: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(_E2M1_ASM, "=&r,=&r,=&r,=&r,r,r", [words, factor], form, is_pure=True, pack=2)
+    else:
+        wide = words.to(tl.uint16, bitcast=True)
+        first, second = _nibble(wide, 0) * factor, _nibble(wide, 4) * factor
+        return first, second, _nibble(wide, 8) * factor, _nibble(wide, 12) * factor

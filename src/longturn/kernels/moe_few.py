@@ -8,7 +8,7 @@ expert's weights read once.
     experts_down    the same for the down projection, one output row a pair
     combine         residual plus shared plus the weighted sum, in a fixed order, so that runs agree to the bit
 
-The shared expert takes part as further programs of the same two launches. Tokens are the 16 rows of a tensor-core tile.
+The shared expert takes part as further programs of the same two launches.
 """
 
 # Functions under triton.jit are written in Triton's types, which mypy does not know.
@@ -23,19 +23,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longturn.kernels.dependent import FRESH, launch_options, wait_then_release
-from longturn.kernels.moe_one import expert_choice, swiglu_oai
+from longturn.kernels.dependent import FRESH, launch_options, release_then_wait, wait_then_release
+from longturn.kernels.moe_choice import swiglu_oai, top_in_warps
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
-from longturn.kernels.small_linear import largest_power_of_two, rows_dot, small_linear
+from longturn.kernels.small_linear import as_operand, largest_power_of_two, row_block, rows_dot, small_linear
 
-TOKEN_TILE = 16
-"""Tokens of one tensor-core tile; an expert that more tokens chose takes several, its weights then from L2."""
+
+@triton.jit
+def _logits(tile, value, gain, eps, K: tl.constexpr):
+    """Rows `tile` [R, K] of the router times the norm of one token, fp32 [R]."""
+    wide = value.to(tl.float32)
+    y = tl.sum(tile * (wide * gain)[None, :], axis=1)
+    return y * tl.rsqrt(tl.sum(wide * wide, axis=0) / K + eps)
+
+
+@triton.jit
+def _router(
+    x, norm_weight, weight, logits, tokens, eps,
+    EXPERTS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Logits of four tokens and ROWS experts: where there are many tokens, each of them reading the router's weights
+    from L2 would take longer than the products."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1) * 4
+    column = tl.arange(0, K)
+    tile = tl.load(weight + row[:, None] * K + column[None, :])
+    gain = tl.load(norm_weight + column).to(tl.float32) + 1.0
+    last = tokens - 1
+    wait_then_release(PDL)
+    first = tl.load(x + tl.minimum(token, last).to(tl.int64) * K + column, cache_modifier=FRESH)
+    second = tl.load(x + tl.minimum(token + 1, last).to(tl.int64) * K + column, cache_modifier=FRESH)
+    third = tl.load(x + tl.minimum(token + 2, last).to(tl.int64) * K + column, cache_modifier=FRESH)
+    fourth = tl.load(x + tl.minimum(token + 3, last).to(tl.int64) * K + column, cache_modifier=FRESH)
+    to = logits + token * EXPERTS + row
+    tl.store(to, _logits(tile, first, gain, eps, K))
+    tl.store(to + EXPERTS, _logits(tile, second, gain, eps, K), mask=token + 1 < tokens)
+    tl.store(to + 2 * EXPERTS, _logits(tile, third, gain, eps, K), mask=token + 2 < tokens)
+    tl.store(to + 3 * EXPERTS, _logits(tile, fourth, gain, eps, K), mask=token + 3 < tokens)
 
 
 @triton.jit
 def _choose(
     logits, bias, positions, x, norm_weight, normed, experts, shares, scaling_factor, eps,
-    EXPERTS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     column = tl.arange(0, BLOCK_K)
@@ -50,16 +81,13 @@ def _choose(
         value = value * (tl.load(norm_weight + k + column).to(tl.float32) + 1.0)
         tl.store(normed + token.to(tl.int64) * K + k + column, value.to(normed.dtype.element_ty))
     if TOP > 0:
-        score, choice = expert_choice(logits + token * EXPERTS, bias, EXPERTS)
-        i = tl.arange(0, EXPERTS)
-        beats = (choice[None, :] > choice[:, None]) | ((choice[None, :] == choice[:, None]) & (i[None, :] < i[:, None]))
-        rank = tl.sum(beats.to(tl.int32), axis=1)
-        kept = rank < TOP
-        share = score * (scaling_factor / tl.sum(tl.where(kept, score, 0.0), axis=0))
+        expert = top_in_warps(logits + token * EXPERTS, bias, EXPERTS, TOP, WARPS)
+        share = tl.sigmoid(tl.load(logits + token * EXPERTS + expert, cache_modifier=FRESH))
+        share = share * (scaling_factor / tl.sum(share, axis=0))
         present = tl.load(positions + token) >= 0  # a padded row chooses nothing, so it costs no expert's bytes
-        expert = tl.where(present, i, -1)
-        tl.store(experts + token * TOP + rank, expert, mask=kept)
-        tl.store(shares + token * TOP + rank, tl.where(present, share, 0.0), mask=kept)
+        rank = tl.arange(0, TOP)
+        tl.store(experts + token * TOP + rank, tl.where(present, expert, -1))
+        tl.store(shares + token * TOP + rank, tl.where(present, share, 0.0))
 
 
 @triton.jit
@@ -201,30 +229,54 @@ def _experts_down(
 
 
 @triton.jit
-def _combine(
-    parts,
-    experts,
-    shares,
-    x,
-    width,
-    TOP: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    token = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wait_then_release(PDL)
+def _combined(
+    parts, experts, shares, x, token, column, width, TOP: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Columns of a token's new x, fp32: the old one, the shared expert's part and the weighted routed ones."""
     total = tl.load(parts + (PAIRS + token).to(tl.int64) * width + column, cache_modifier=FRESH)
     for k in tl.static_range(TOP):
         pair = token * TOP + k
         there = tl.load(experts + pair, cache_modifier=FRESH) >= 0
-        part = tl.load(
-            parts + pair.to(tl.int64) * width + column, mask=there & (column >= 0), other=0.0, cache_modifier=FRESH
-        )
-        total += part * tl.load(shares + pair, cache_modifier=FRESH)
-    at = x + token.to(tl.int64) * width + column
-    tl.store(at, (tl.load(at, cache_modifier=FRESH).to(tl.float32) + total).to(x.dtype.element_ty))
+        # Nobody wrote the part of an expert that is not there; a load that waited to know would take twice as long.
+        part = tl.load(parts + pair.to(tl.int64) * width + column, cache_modifier=FRESH)
+        total += tl.where(there, part * tl.load(shares + pair, cache_modifier=FRESH), 0.0)
+    return tl.load(x + token.to(tl.int64) * width + column, cache_modifier=FRESH).to(tl.float32) + total
+
+
+@triton.jit
+def _combine(
+    parts, experts, shares, x, width, TOP: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    release_then_wait(PDL)
+    value = _combined(parts, experts, shares, x, token, column, width, TOP, PAIRS)
+    tl.store(x + token.to(tl.int64) * width + column, value.to(x.dtype.element_ty))
+
+
+@triton.jit
+def _combine_norm(
+    parts, experts, shares, x, norm_weight, normed, eps,
+    TOP: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_combine`, and the normalisation that the next projection would begin with."""
+    token = tl.program_id(0)
+    row = token.to(tl.int64) * K
+    column = tl.arange(0, BLOCK)
+    gain = tl.load(norm_weight + column).to(tl.float32) + 1.0
+    release_then_wait(PDL)
+    square = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in tl.static_range(0, K, BLOCK):
+        value = _combined(parts, experts, shares, x, token, k + column, K, TOP, PAIRS).to(x.dtype.element_ty)
+        tl.store(x + row + k + column, value)
+        wide = value.to(tl.float32)
+        square += wide * wide
+    scale = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+    for k in tl.static_range(0, K, BLOCK):
+        if K != BLOCK:
+            wide = tl.load(x + row + k + column, cache_modifier=FRESH).to(tl.float32)
+            gain = tl.load(norm_weight + k + column).to(tl.float32) + 1.0
+        tl.store(normed + row + k + column, (wide * scale * gain).to(normed.dtype.element_ty))
 
 
 @dataclass(frozen=True)
@@ -266,7 +318,11 @@ class MoeScratch:
 
 @dataclass(frozen=True)
 class MoePlan:
-    """Rows of a weight tile (of gate and of up each, then of down), its columns, pipeline stages and warps."""
+    """Rows of a weight tile (of gate and of up each, then of down), its columns, pipeline stages and warps; tokens of a
+    tile, of which an expert that more tokens chose takes several, its weights then from L2.
+
+    Fewer than four warps give up warp-group products, which take 64 rows and make four warps wait for each other.
+    """
 
     in_rows: int = 64
     in_block: int = 128
@@ -274,13 +330,17 @@ class MoePlan:
     down_block: int = 128
     stages: int = 3
     warps: int = 4
+    token_tile: int = 16
 
     @staticmethod
     def default(form: WeightFormat, tokens: int) -> MoePlan:
-        """What measured best for a format of the routed experts (docs/performance.md)."""
+        """What measured best (docs/performance.md), but for quantised weights at up to 16 tokens: there two warps, in
+        which decoding and products alternate; four would wait for the products of every part of a word."""
+        if form is not WeightFormat.PLAIN and tokens <= 16:
+            return MoePlan(in_rows=32, in_block=256, down_rows=64, down_block=256, warps=2, token_tile=8)
         if form is not WeightFormat.PLAIN:
             return MoePlan(in_block=256, down_block=256)
-        return MoePlan(stages=4 if 8 < tokens <= 16 else 3)
+        return MoePlan()
 
 
 def block_of(weight: PackedWeight, width: int, most: int) -> int:
@@ -293,14 +353,14 @@ def moe_few_tokens(
     w13: Tensor | PackedWeight, w2: Tensor | PackedWeight, shared_w13: Tensor | PackedWeight,
     shared_w2: Tensor | PackedWeight, scratch: MoeScratch, *, top_experts: int, scaling_factor: float,
     alpha: float = 1.702, beta: float = 1.0, limit: float = 7.0, eps: float = 1e-6, plan: MoePlan | None = None,
-    pdl: bool = False,
+    next_norm: Tensor | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """x += MoE(norm(x)) for x [tokens, n], in place; rows with position -1 are computed without routed experts.
 
     router_weight fp32 [E, n] and bias fp32 [E], E a power of two; w13 [E, 2i, n] (rows gate then up) and w2 [E, n, i],
     of one format; the shared expert's shared_w13 [2i, n] and shared_w2 [n, i], likewise, have the same inner width.
     With `top_experts` 0 the layer is a plain MLP of the shared weights: router_weight still tells E, w13 and w2 are
-    not read.
+    not read. With `next_norm` [n], scratch.normed is norm(x) by it afterwards, for the projection that follows.
     """
     tokens, n = x.shape
     shared_in, shared_out = as_packed(shared_w13), as_packed(shared_w2)
@@ -309,33 +369,47 @@ def moe_few_tokens(
     plan = plan or MoePlan.default(routed_in.format, tokens)
     experts, inter = router_weight.shape[0], shared_out.shape[1]
     pairs = tokens * top_experts
-    slots = pairs + triton.cdiv(tokens, TOKEN_TILE)
+    slots = pairs + triton.cdiv(tokens, plan.token_tile)
     more = {"PDL": pdl, **launch_options(pdl)}
     common = {
-        "PAIRS": pairs, "SPAN": triton.next_power_of_2(max(pairs, 1)), "TILE": TOKEN_TILE, "STAGES": plan.stages,
+        "PAIRS": pairs, "SPAN": triton.next_power_of_2(max(pairs, 1)), "TILE": plan.token_tile, "STAGES": plan.stages,
         "PARTS": int(routed_in.format), "SHARED_PARTS": int(shared_in.format), "ASM": x.is_cuda,
     }  # fmt: skip
+    normed, hidden = scratch.normed, scratch.hidden
+    if WeightFormat.PLAIN not in (routed_in.format, shared_in.format):
+        normed, hidden = as_operand(normed), as_operand(hidden)
     block = largest_power_of_two(n, 2048)
-    if top_experts:
+    if top_experts and tokens > 16 and row_block(n) == n:
+        _router[(experts // 4, triton.cdiv(tokens, 4))](
+            x, norm_weight, router_weight, scratch.logits, tokens, eps, EXPERTS=experts, K=n, ROWS=4, num_warps=4,
+            **more,
+        )  # fmt: skip
+    elif top_experts:
         small_linear(x, router_weight, scratch.logits, norm_weight=norm_weight, eps=eps, exact=True, pdl=pdl)
     _choose[(tokens,)](
-        scratch.logits, bias, positions, x, norm_weight, scratch.normed, scratch.experts, scratch.shares,
-        scaling_factor, eps, EXPERTS=experts, TOP=top_experts, K=n, BLOCK_K=block, num_warps=4, **more,
+        scratch.logits, bias, positions, x, norm_weight, normed, scratch.experts, scratch.shares,
+        scaling_factor, eps, EXPERTS=experts, TOP=top_experts, K=n, BLOCK_K=block, WARPS=4, num_warps=4, **more,
     )  # fmt: skip
     _experts_in[(inter // plan.in_rows, slots)](
-        scratch.normed, scratch.experts, routed_in.words, routed_in.scales, routed_in.row_scales,
-        shared_in.words, shared_in.scales, shared_in.row_scales, scratch.hidden, tokens, inter,
+        normed, scratch.experts, routed_in.words, routed_in.scales, routed_in.row_scales,
+        shared_in.words, shared_in.scales, shared_in.row_scales, hidden, tokens, inter,
         TOP=top_experts, K=n, BLOCK_K=block_of(routed_in, n, plan.in_block),
         SHARED_BLOCK_K=block_of(shared_in, n, plan.in_block), ROWS=plan.in_rows,
         ALPHA=alpha, BETA=beta, LIMIT=limit, num_warps=plan.warps, **common, **more,
     )  # fmt: skip
     _experts_down[(n // plan.down_rows, slots)](
-        scratch.hidden, scratch.experts, routed_out.words, routed_out.scales, routed_out.row_scales,
+        hidden, scratch.experts, routed_out.words, routed_out.scales, routed_out.row_scales,
         shared_out.words, shared_out.scales, shared_out.row_scales, scratch.parts, tokens, n,
         INTER=inter, BLOCK=block_of(routed_out, inter, plan.down_block),
         SHARED_BLOCK=block_of(shared_out, inter, plan.down_block), ROWS=plan.down_rows,
         num_warps=plan.warps, **common, **more,
     )  # fmt: skip
+    if next_norm is not None:
+        _combine_norm[(tokens,)](
+            scratch.parts, scratch.experts, scratch.shares, x, next_norm, scratch.normed, eps,
+            TOP=top_experts, PAIRS=pairs, K=n, BLOCK=block, num_warps=8, **more,
+        )  # fmt: skip
+        return
     block = largest_power_of_two(n, 512)
     _combine[(tokens, n // block)](
         scratch.parts, scratch.experts, scratch.shares, x, n,

@@ -1,7 +1,7 @@
 """Mixture of experts for steps with many tokens: six launches, none of which knows a length on the host.
 
-The kernels are in `moe_many_route.py` and `moe_many_experts.py`. Every output row is computed by one program and every
-sum has a fixed order, so runs agree to the bit.
+The kernels are in `moe_many_route.py`, `moe_many_experts.py` and, for quantised weights, `moe_many_packed.py`. Every
+output row is computed by one program and every sum has a fixed order, so runs agree to the bit.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ from torch import Tensor
 
 from longturn.kernels.dependent import launch_options
 from longturn.kernels.moe_many_experts import combine_experts, experts_down, experts_in
+from longturn.kernels.moe_many_packed import experts_down_packed, experts_in_packed
 from longturn.kernels.moe_many_route import choose_experts, router_logits, sort_choices
-from longturn.kernels.small_linear import largest_power_of_two
+from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
+from longturn.kernels.small_linear import as_operand, largest_power_of_two
 
 
 @dataclass(frozen=True)
 class MoeManyPlan:
-    """Tile sizes of a bucket. `tile` is the tokens of an expert tile."""
+    """Tile sizes of a bucket. `tile` is the tokens of an expert tile, and `least` those of a tile that has no more:
+    the last of an expert's tiles is half empty on average."""
 
     tile: int
+    least: int = 128
     in_columns: int = 64
     in_block: int = 64
     in_stages: int = 3
@@ -46,8 +50,41 @@ class MoeManyPlan:
             return MoeManyPlan(tile=32, in_block=128, down_block=128, router_parts=parts)
         if each <= 96:
             return MoeManyPlan(tile=64, router_parts=parts)
-        wide = MoeManyPlan(tile=128, in_columns=128, down_columns=256, router_parts=parts)
+        wide = MoeManyPlan(tile=128, least=64, in_columns=128, down_columns=256, router_parts=parts)
         return replace(wide, in_stages=4, in_warps=8, down_stages=4, down_warps=8)
+
+    @staticmethod
+    def packed(tokens: int, experts: int, top_experts: int) -> MoeManyPlan:
+        """A plan for a bucket of `tokens` tokens on quantised weights. Each tile decodes its weights again, so tiles
+        hold an expert's tokens whole where they can."""
+        each = tokens * max(top_experts, 1) / experts if top_experts else tokens
+        # MXFP8 weights of a plain MLP would not fit beside tiles of 128.
+        tile = 16 if each <= 10 else 32 if each <= 22 else 64 if each <= 80 or not top_experts else 128
+        warps = 8 if tile == 128 else 4
+        return replace(
+            MoeManyPlan.default(tokens, experts, top_experts), tile=tile, least=128,
+            in_columns=64, in_block=128, in_stages=3, in_warps=warps,
+            down_columns=128, down_block=128, down_stages=3, down_warps=warps,
+        )  # fmt: skip
+
+    def fitting(self, element_bytes: int, parts: int = 1) -> MoeManyPlan:
+        """This plan, or one of smaller tiles for fp32, whose products run outside the tensor cores: registers and
+        shared memory must hold twice the bytes. A quantised word holds `parts` values, each a factor of a product of
+        its own, and products are 16 columns wide at least."""
+        if element_bytes <= 2:
+            return self
+        block = max(32, 16 * parts)
+        return replace(
+            self, tile=min(self.tile, 32), least=32,
+            in_columns=min(self.in_columns, 64), in_block=min(self.in_block, block), in_stages=2,
+            down_columns=min(self.down_columns, 64), down_block=min(self.down_block, block), down_stages=2,
+        )  # fmt: skip
+
+    def shared_bytes(self, element_bytes: int) -> int:
+        """At most what the pipelines of the products hold in shared memory."""
+        into = self.in_stages * (self.tile + 2 * self.in_columns) * self.in_block
+        out = self.down_stages * (self.tile + self.down_columns) * self.down_block
+        return max(into, out) * element_bytes
 
 
 @dataclass(frozen=True)
@@ -116,9 +153,16 @@ class MoeManyScratch:
         )
 
 
+def reads_packed(tokens: int, experts: int, top_experts: int) -> bool:
+    """Whether a bucket of `tokens` tokens should pass quantised experts as they are; else a layer unpacked first costs
+    less. With 16 tokens an expert the bytes of unpacking are most of the time, with 256 the decoding is."""
+    return tokens * top_experts <= 64 * experts
+
+
 def moe_many_tokens(
-    x: Tensor, positions: Tensor, norm_weight: Tensor, router_weight: Tensor, bias: Tensor, w13: Tensor, w2: Tensor,
-    shared_w13: Tensor, shared_w2: Tensor, scratch: MoeManyScratch, *, top_experts: int, scaling_factor: float,
+    x: Tensor, positions: Tensor, norm_weight: Tensor, router_weight: Tensor, bias: Tensor,
+    w13: Tensor | PackedWeight, w2: Tensor | PackedWeight, shared_w13: Tensor | PackedWeight,
+    shared_w2: Tensor | PackedWeight, scratch: MoeManyScratch, *, top_experts: int, scaling_factor: float,
     alpha: float = 1.702, beta: float = 1.0, limit: float = 7.0, eps: float = 1e-6, plan: MoeManyPlan | None = None,
     pdl: bool = False,
 ) -> None:  # fmt: skip
@@ -126,12 +170,22 @@ def moe_many_tokens(
 
     router_weight fp32 [E, n] and bias fp32 [E], E a power of two; w13 [E, 2i, n] (rows gate then up) and w2 [E, n, i];
     the shared expert's shared_w13 [2i, n] and shared_w2 [n, i] have the same inner width; `top_experts` is a power of
-    two. With `top_experts` 0 the layer is a plain MLP of the shared weights, w13 and w2 are not read and may be the
-    shared ones.
+    two. w13 and w2 are of one format, and so are the shared ones; see `reads_packed`. With `top_experts` 0 the layer is
+    a plain MLP of the shared weights, w13 and w2 are not read and may be the shared ones.
     """
     tokens, n = x.shape
     experts, inter = router_weight.shape[0], shared_w2.shape[1]
-    plan = plan or MoeManyPlan.default(tokens, experts, top_experts)
+    shared_in, shared_out = as_packed(shared_w13), as_packed(shared_w2)
+    # Without routed experts theirs are not read, and may be of any format.
+    routed_in, routed_out = (as_packed(w13), as_packed(w2)) if top_experts else (shared_in, shared_out)
+    formats = {routed_in.format, shared_in.format}
+    plain = formats == {WeightFormat.PLAIN}
+    make = MoeManyPlan.default if plain else MoeManyPlan.packed
+    most_parts = max(int(routed_in.format), int(shared_in.format))
+    plan = (plan or make(tokens, experts, top_experts)).fitting(x.element_size(), most_parts)
+    normed, hidden = scratch.normed, scratch.hidden
+    if WeightFormat.PLAIN not in formats:
+        normed, hidden = as_operand(normed), as_operand(hidden)
     more = {"PDL": pdl, **launch_options(pdl)}
     parts = min(plan.router_parts, scratch.squares.numel() // tokens)
     while parts > 1 and n % (parts * plan.router_block):
@@ -148,7 +202,7 @@ def moe_many_tokens(
             TOKENS=plan.router_tokens, STAGES=3, num_warps=4, **more,
         )  # fmt: skip
     choose_experts[(tokens,)](
-        x, norm_weight, positions, scratch.logits, scratch.squares, bias, scratch.normed, scratch.experts,
+        x, norm_weight, positions, scratch.logits, scratch.squares, bias, normed, scratch.experts,
         scratch.shares, scratch.ranks, scratch.counts, tokens, scaling_factor, eps,
         EXPERTS=experts, TOP=top_experts, K=n, BLOCK_K=largest_power_of_two(n, 2048), PARTS=parts, num_warps=4, **more,
     )  # fmt: skip
@@ -162,22 +216,38 @@ def moe_many_tokens(
         scratch.sorted_choices, scratch.tile_expert, scratch.first_tile, scratch.counts, total_tiles, tokens,
         shared_tiles,
     )  # fmt: skip
-    columns = largest_power_of_two(inter, plan.in_columns)
-    experts_in[(inter // columns, tiles)](
-        scratch.normed, w13, shared_w13, scratch.hidden, *lists,
-        TOP=top_experts, K=n, INTER=inter, TILE=plan.tile, COLUMNS=columns,
-        BLOCK_K=largest_power_of_two(n, plan.in_block), STAGES=plan.in_stages, ALPHA=alpha, BETA=beta, LIMIT=limit,
-        num_warps=plan.in_warps, **more,
-    )  # fmt: skip
-    columns = largest_power_of_two(n, plan.down_columns)
-    experts_down[(n // columns, tiles)](
-        scratch.hidden, w2, shared_w2, scratch.parts, *lists,
-        N=n, INTER=inter, TILE=plan.tile, COLUMNS=columns,
-        BLOCK_K=largest_power_of_two(inter, plan.down_block), STAGES=plan.down_stages, num_warps=plan.down_warps,
-        **more,
-    )  # fmt: skip
+    columns, out_columns = largest_power_of_two(inter, plan.in_columns), largest_power_of_two(n, plan.down_columns)
+    activation = {"ALPHA": alpha, "BETA": beta, "LIMIT": limit}
+    into = {"K": n, "INTER": inter, "TILE": plan.tile, "COLUMNS": columns, "STAGES": plan.in_stages}
+    out = {"N": n, "INTER": inter, "TILE": plan.tile, "COLUMNS": out_columns, "STAGES": plan.down_stages}
+    in_block, down_block = largest_power_of_two(n, plan.in_block), largest_power_of_two(inter, plan.down_block)
+    if plain:
+        least = {"LEAST": min(plan.least, plan.tile)}
+        experts_in[(inter // columns, tiles)](
+            normed, routed_in.words, shared_in.words, hidden, *lists,
+            TOP=top_experts, BLOCK_K=in_block, num_warps=plan.in_warps, **least, **activation, **into, **more,
+        )  # fmt: skip
+        experts_down[(n // out_columns, tiles)](
+            hidden, routed_out.words, shared_out.words, scratch.parts, *lists,
+            BLOCK_K=down_block, num_warps=plan.down_warps, **least, **out, **more,
+        )  # fmt: skip
+    else:
+        form = {"PARTS": int(routed_in.format), "SHARED_PARTS": int(shared_in.format), "ASM": x.is_cuda}
+        experts_in_packed[(inter // columns, tiles)](
+            normed, *_of(routed_in), *_of(shared_in), hidden, *lists,
+            TOP=top_experts, BLOCK_K=in_block, SHARED_BLOCK_K=in_block, num_warps=plan.in_warps,
+            **form, **activation, **into, **more,
+        )  # fmt: skip
+        experts_down_packed[(n // out_columns, tiles)](
+            hidden, *_of(routed_out), *_of(shared_out), scratch.parts, *lists,
+            BLOCK_K=down_block, SHARED_BLOCK_K=down_block, num_warps=plan.down_warps, **form, **out, **more,
+        )  # fmt: skip
     block = largest_power_of_two(n, 1024)
     combine_experts[(tokens, n // block)](
         scratch.parts, scratch.experts, scratch.shares, x, tokens, TOP=top_experts, N=n, BLOCK=block, num_warps=4,
         **more,
     )  # fmt: skip
+
+
+def _of(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    return weight.words, weight.scales, weight.row_scales

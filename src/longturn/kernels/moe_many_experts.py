@@ -18,62 +18,114 @@ from longturn.kernels.moe_one import swiglu_oai
 
 
 @triton.jit
-def _tile_rows(
-    tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens, TILE: tl.constexpr,
-):  # fmt: skip
-    """(expert or -1 for the shared one, choice or token of each row, whether it is there) of a tile."""
-    member = tl.arange(0, TILE)
+def tile_of(tile, shared_tiles, tile_expert, first_tile, counts, tokens, TILE: tl.constexpr):
+    """(expert or -1 for the shared one, the tile's first row in its expert's list, rows that are there) of a tile."""
     routed = tile - shared_tiles
     is_routed = routed >= 0
     expert = tl.load(tile_expert + routed, mask=is_routed, other=-1, cache_modifier=FRESH)
     first = tl.load(first_tile + expert, mask=is_routed, other=0, cache_modifier=FRESH)
     count = tl.load(counts + expert, mask=is_routed, other=0, cache_modifier=FRESH)
-    place = tl.where(is_routed, (routed - first) * TILE, tile * TILE) + member
-    ok = place < tl.where(is_routed, count, tokens)
-    choice = tl.load(sorted_choices + routed * TILE + member, mask=ok & is_routed, other=0, cache_modifier=FRESH)
-    return expert, tl.where(is_routed, choice, place), ok
+    start = tl.where(is_routed, routed - first, tile) * TILE
+    return expert, start, tl.where(is_routed, count, tokens) - start
+
+
+@triton.jit
+def rows_of(tile, shared_tiles, sorted_choices, start, size, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """(choice, or token of the shared expert, of each of the tile's first ROWS rows, whether it is there)."""
+    routed = tile - shared_tiles
+    member = tl.arange(0, ROWS)
+    ok = member < size
+    at = sorted_choices + routed * TILE + member
+    choice = tl.load(at, mask=ok & (routed >= 0), other=0, cache_modifier=FRESH)
+    return tl.where(routed >= 0, choice, start + member), ok
+
+
+@triton.jit
+def in_rows(
+    normed, base, hidden, tile, shared_tiles, sorted_choices, start, size, column,
+    TOP: tl.constexpr, K: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The tile's first ROWS rows of hidden = the activation of columns `column` of gate and up."""
+    index, ok = rows_of(tile, shared_tiles, sorted_choices, start, size, TILE, ROWS)
+    token = index
+    if TOP > 0:
+        token = tl.where(tile >= shared_tiles, index // TOP, index)
+    to = tile.to(tl.int64) * TILE + tl.arange(0, ROWS)
+    k_at = tl.arange(0, BLOCK_K)
+    x_at = normed + token[:, None].to(tl.int64) * K + k_at[None, :]
+    gate_at = base + column[:, None] * K + k_at[None, :]
+    up_at = base + (column + INTER)[:, None] * K + k_at[None, :]
+    gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        value = tl.load(x_at + k, mask=ok[:, None], other=0.0)
+        gate = tl.dot(value, tl.trans(tl.load(gate_at + k)), gate, input_precision="ieee")
+        up = tl.dot(value, tl.trans(tl.load(up_at + k)), up, input_precision="ieee")
+    result = swiglu_oai(gate, up, ALPHA, BETA, LIMIT)
+    tl.store(hidden + to[:, None] * INTER + column[None, :], result.to(hidden.dtype.element_ty), mask=ok[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "shared_tiles"])
 def experts_in(
     normed, w13, shared_w13, hidden, sorted_choices, tile_expert, first_tile, counts, total_tiles, tokens,
     shared_tiles,
-    TOP: tl.constexpr, K: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
-    PDL: tl.constexpr,
+    TOP: tl.constexpr, K: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden [tiles * TILE, INTER] = the activation of gate and up. The grid is (INTER / COLUMNS, tiles)."""
+    """hidden [tiles * TILE, INTER] = the activation of gate and up. The grid is (INTER / COLUMNS, tiles).
+
+    A tile with at most LEAST tokens (LEAST below TILE) is computed as one of LEAST rows: an expert's last tile is half
+    empty on average.
+    """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tl.program_id(1)
     wait_then_release(PDL)
     if tile - shared_tiles >= tl.load(total_tiles, cache_modifier=FRESH):
         return
-    expert, index, ok = _tile_rows(tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens, TILE)
+    expert, start, size = tile_of(tile, shared_tiles, tile_expert, first_tile, counts, tokens, TILE)
+    base = shared_w13
     if expert >= 0:
         base = w13 + expert.to(tl.int64) * (2 * INTER * K)
-        token = index // TOP if TOP > 0 else index
+    if LEAST < TILE and size <= LEAST:
+        in_rows(
+            normed, base, hidden, tile, shared_tiles, sorted_choices, start, size, column,
+            TOP, K, INTER, TILE, LEAST, COLUMNS, BLOCK_K, STAGES, ALPHA, BETA, LIMIT,
+        )  # fmt: skip
     else:
-        base = shared_w13
-        token = index
+        in_rows(
+            normed, base, hidden, tile, shared_tiles, sorted_choices, start, size, column,
+            TOP, K, INTER, TILE, TILE, COLUMNS, BLOCK_K, STAGES, ALPHA, BETA, LIMIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def down_rows(
+    hidden, base, parts, tile, shared_tiles, sorted_choices, start, size, before, column,
+    N: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Columns `column` of parts, `before` lines further on than the choices of the tile's first ROWS rows."""
+    index, ok = rows_of(tile, shared_tiles, sorted_choices, start, size, TILE, ROWS)
+    line = index + before
+    row = tile.to(tl.int64) * TILE + tl.arange(0, ROWS)
     k_at = tl.arange(0, BLOCK_K)
-    x_at = normed + token[:, None].to(tl.int64) * K + k_at[None, :]
-    gate_at = base + column[:, None] * K + k_at[None, :]
-    up_at = base + (column + INTER)[:, None] * K + k_at[None, :]
-    gate = tl.zeros([TILE, COLUMNS], dtype=tl.float32)
-    up = tl.zeros([TILE, COLUMNS], dtype=tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        value = tl.load(x_at + k, mask=ok[:, None], other=0.0)
-        gate = tl.dot(value, tl.trans(tl.load(gate_at + k)), gate, input_precision="ieee")
-        up = tl.dot(value, tl.trans(tl.load(up_at + k)), up, input_precision="ieee")
-    result = swiglu_oai(gate, up, ALPHA, BETA, LIMIT)
-    to = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    tl.store(hidden + to[:, None] * INTER + column[None, :], result.to(hidden.dtype.element_ty), mask=ok[:, None])
+    h_at = hidden + row[:, None] * INTER + k_at[None, :]
+    w_at = base + column[:, None] * INTER + k_at[None, :]
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for k in tl.range(0, INTER, BLOCK_K, num_stages=STAGES):
+        value = tl.load(h_at + k, mask=ok[:, None], other=0.0)
+        total = tl.dot(value, tl.trans(tl.load(w_at + k)), total, input_precision="ieee")
+    at = line[:, None].to(tl.int64) * N + column[None, :]
+    tl.store(parts + at, total.to(parts.dtype.element_ty), mask=ok[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "shared_tiles"])
 def experts_down(
     hidden, w2, shared_w2, parts, sorted_choices, tile_expert, first_tile, counts, total_tiles, tokens, shared_tiles,
-    N: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """parts [T + T * choices, N]: the shared expert's output of each token, then each choice's.
@@ -85,23 +137,22 @@ def experts_down(
     wait_then_release(PDL)
     if tile - shared_tiles >= tl.load(total_tiles, cache_modifier=FRESH):
         return
-    expert, index, ok = _tile_rows(tile, shared_tiles, sorted_choices, tile_expert, first_tile, counts, tokens, TILE)
+    expert, start, size = tile_of(tile, shared_tiles, tile_expert, first_tile, counts, tokens, TILE)
+    base = shared_w2
+    before = 0
     if expert >= 0:
         base = w2 + expert.to(tl.int64) * (N * INTER)
-        line = index + tokens
+        before = tokens
+    if LEAST < TILE and size <= LEAST:
+        down_rows(
+            hidden, base, parts, tile, shared_tiles, sorted_choices, start, size, before, column,
+            N, INTER, TILE, LEAST, COLUMNS, BLOCK_K, STAGES,
+        )  # fmt: skip
     else:
-        base = shared_w2
-        line = index
-    k_at = tl.arange(0, BLOCK_K)
-    row = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    h_at = hidden + row[:, None] * INTER + k_at[None, :]
-    w_at = base + column[:, None] * INTER + k_at[None, :]
-    total = tl.zeros([TILE, COLUMNS], dtype=tl.float32)
-    for k in tl.range(0, INTER, BLOCK_K, num_stages=STAGES):
-        value = tl.load(h_at + k, mask=ok[:, None], other=0.0)
-        total = tl.dot(value, tl.trans(tl.load(w_at + k)), total, input_precision="ieee")
-    at = line[:, None].to(tl.int64) * N + column[None, :]
-    tl.store(parts + at, total.to(parts.dtype.element_ty), mask=ok[:, None])
+        down_rows(
+            hidden, base, parts, tile, shared_tiles, sorted_choices, start, size, before, column,
+            N, INTER, TILE, TILE, COLUMNS, BLOCK_K, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -19,45 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longturn.kernels.dependent import FRESH, launch_options, wait_then_release
+from longturn.kernels.dependent import FRESH, launch_options, release_then_wait, wait_then_release
+from longturn.kernels.moe_choice import expert_choice
+from longturn.kernels.moe_choice import swiglu_oai as swiglu_oai  # exported from here too
+from longturn.kernels.moe_choice import top_of as top_of
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
 from longturn.kernels.packed_weights_decode import MXFP8_WORDS, NVFP4_WORDS, decode, load_scales, part_columns
 from longturn.kernels.small_linear import largest_power_of_two, matvec, packed_block, row_block
-
-
-@triton.jit
-def swiglu_oai(gate, up, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
-    """(clamp(up) + beta) * gate * sigmoid(alpha * gate), gate clamped from above only, in fp32."""
-    gate = tl.minimum(gate, LIMIT)
-    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return (up + BETA) * gate / (1.0 + tl.exp(-ALPHA * gate))
-
-
-@triton.jit
-def expert_choice(logits, bias, EXPERTS: tl.constexpr):
-    """Sigmoid scores and what experts are chosen by, fp32 [EXPERTS]. NaN ranks last: it must never become a wild
-    index."""
-    i = tl.arange(0, EXPERTS)
-    score = tl.sigmoid(tl.load(logits + i, cache_modifier=FRESH))
-    choice = score + tl.load(bias + i)
-    return score, tl.where(choice == choice, choice, float("-inf"))
-
-
-@triton.jit
-def top_of(choice, slot, EXPERTS: tl.constexpr, TOP: tl.constexpr):
-    """Experts int32 in the shape of `slot`: of ranks slot by choice; among equals the earlier wins.
-
-    One 64-bit maximum a rank, over the choice in an integer order with the expert's number below it.
-    """
-    bits = choice.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = ordered.to(tl.int64) * EXPERTS + (EXPERTS - 1 - tl.arange(0, EXPERTS))
-    found = slot * 0
-    for k in tl.static_range(TOP):
-        best = tl.max(key, axis=0)
-        found = tl.where(slot == k, (EXPERTS - 1 - (best & (EXPERTS - 1))).to(tl.int32), found)
-        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
-    return found
 
 
 @triton.jit
@@ -144,7 +112,7 @@ def _down(
     hidden, shared_hidden, x, width, scaling_factor,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, INTER: tl.constexpr, BLOCK: tl.constexpr,
     SHARED_INTER: tl.constexpr, SHARED_BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, ASM: tl.constexpr,
+    FIRST: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     wide_row = row.to(tl.int64)
@@ -170,7 +138,10 @@ def _down(
         scale = _scales_of_pairs(scales, pair, 0, W, PARTS, INTER)
         if PARTS > 1:
             factor = tl.load(row_scales + pair)
-    wait_then_release(PDL)
+    if FIRST:
+        release_then_wait(PDL)
+    else:
+        wait_then_release(PDL)
     shared = tl.zeros([ROWS, SHARED_W], dtype=tl.float32)
     shared_parts = decode(shared_tile, shared_scale, SHARED_PARTS, ASM, True)
     for j in tl.static_range(SHARED_PARTS):
@@ -237,14 +208,16 @@ def moe_one_token(
     x: Tensor, norm_weight: Tensor, router_weight: Tensor, bias: Tensor, w13: Tensor | PackedWeight,
     w2: Tensor | PackedWeight, shared_w13: Tensor | PackedWeight, shared_w2: Tensor | PackedWeight, logits: Tensor,
     hidden: Tensor, *, top_experts: int, scaling_factor: float, alpha: float = 1.702, beta: float = 1.0,
-    limit: float = 7.0, eps: float = 1e-6, plan: MoeOnePlan | None = None, pdl: bool = False,
+    limit: float = 7.0, eps: float = 1e-6, plan: MoeOnePlan | None = None,
+    release_first: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """x += MoE(norm(x)) for x [1, n] (bf16 or fp32), in place.
 
     router_weight fp32 [E, n] and bias fp32 [E], E a power of two; w13 [E, 2i, n] (rows gate then up) and w2 [E, n, i],
     of one format; the shared expert's shared_w13 [2s, n] and shared_w2 [n, s], likewise. `top_experts` is a power of
     two; with 0 the layer is a plain MLP of the shared weights and the router's arguments are not read. Scratch: logits
-    fp32 [E], hidden fp32 [top * i + s].
+    fp32 [E], hidden fp32 [top * i + s]. `release_first`: the kernel that follows may start loading its weights while
+    `routed_in` still runs (it must read nothing else ahead of its wait); worth it only if it has room to.
     """
     n = x.shape[1]
     shared_in, shared_out = as_packed(shared_w13), as_packed(shared_w2)
@@ -278,5 +251,6 @@ def moe_one_token(
         EXPERTS=experts, TOP=top_experts, INTER=max(inter, 1),
         BLOCK=largest_power_of_two(max(inter, 1), 512 * int(routed_out.format)), SHARED_INTER=shared_inter,
         SHARED_BLOCK=largest_power_of_two(shared_inter, shared_most), ROWS=plan.down_rows, STAGES=3,
-        PARTS=int(routed_out.format), SHARED_PARTS=int(shared_out.format), num_warps=plan.down_warps, **more,
+        PARTS=int(routed_out.format), SHARED_PARTS=int(shared_out.format), FIRST=release_first,
+        num_warps=plan.down_warps, **more,
     )  # fmt: skip

@@ -21,7 +21,6 @@ from longturn.kernels.kv_formats import NUMBER, lane_views
 from longturn.kernels.msa_decode_attend import _attend, _merge
 from longturn.kernels.msa_decode_choose import _scores, _select
 from longturn.kernels.msa_plan import DecodeRows, MsaNorms, MsaPlan, MsaScratch, MsaShape
-from longturn.kernels.pages import KvFormat
 
 _LOG2E = 1.4426950408889634
 
@@ -53,8 +52,9 @@ def msa_decode(
         projected, rows.positions, rows.page_table, stride, rows.cos, rows.sin,
         norms.index_query, norms.key, norms.index_key, *kv, *scales, lanes.index, lanes.index_stride, lanes.index_key,
         scratch.scores, shape.max_blocks, shape.eps, FORMAT=form, INDEX_FORMAT=NUMBER[layout.index_format],
-        CHUNKS=plan.chunks, SINGLE=single, STAGES=plan.score_stages,
-        AHEAD=plan.ahead and (single or layout.index_format != KvFormat.PLAIN),
+        CHUNKS=plan.chunks, PAGES=min(32, triton.next_power_of_2(triton.cdiv(shape.max_blocks, plan.chunks))),
+        STAGES=plan.score_stages,
+        AHEAD=plan.ahead and single,
         num_warps=plan.score_warps, **heads, **page, **more,
     )  # fmt: skip
     fused = shape.max_blocks <= plan.fused_blocks

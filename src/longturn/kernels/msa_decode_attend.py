@@ -8,30 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longturn.kernels.dependent import FRESH, wait_then_release
+from longturn.kernels.dependent import FRESH, release_then_wait
 from longturn.kernels.head_norm import norm_rope_heads
-from longturn.kernels.kv_formats import E2M1_GROW, NVFP4, PLAIN, widen_e2m1
+from longturn.kernels.kv_formats import E2M1_GROW, FP8, NVFP4, PLAIN, widen_words_e2m1, widen_words_fp8
 from longturn.kernels.msa_decode_choose import order_keys
-
-
-@triton.jit
-def _chosen_block(order, chosen, table, rank, i, pages, count, RANKED: tl.constexpr):
-    """The block of rank `order` and its page: from the ranks of all blocks `i`, or as `select` found it; block -1 and a
-    page that exists if there is none."""
-    if RANKED > 0:
-        block = tl.where(order < count, tl.sum(tl.where(rank == order, i, 0), axis=0), -1)
-        page = tl.sum(tl.where(rank == order, pages, 0), axis=0)
-    else:
-        block = tl.load(chosen + order, cache_modifier=FRESH)
-        page = tl.load(table + block, mask=block >= 0, other=0, cache_modifier=FRESH)
-    return block, page
 
 
 @triton.jit
 def _load_tile(at, key_lane, value_lane, key_scales, value_scales, ok, FORMAT: tl.constexpr):
     """K and V of the tokens `ok`, and their scales if they have any."""
-    k = tl.load(at + key_lane, mask=ok[:, None], other=0.0)
-    v = tl.load(at + value_lane, mask=ok[:, None], other=0.0)
+    k = tl.load(at + key_lane, mask=ok[:, None], other=0)
+    v = tl.load(at + value_lane, mask=ok[:, None], other=0)
     if FORMAT == NVFP4:
         k_scale = tl.load(key_scales, mask=ok[:, None], other=0.0)
         v_scale = tl.load(value_scales, mask=ok[:, None], other=0.0)
@@ -42,31 +29,78 @@ def _load_tile(at, key_lane, value_lane, key_scales, value_scales, ok, FORMAT: t
 
 
 @triton.jit
-def _take_tile(
-    query, odd_query, k, v, k_scale, v_scale, ok, top, denominator, total, odd_total,
-    TILE: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Add a tile of tokens to a softmax in progress: largest logit, sum of weights and weighted sum of values."""
-    if FORMAT == NVFP4:
-        k, odd_k = widen_e2m1(k, k_scale, TILE, D, ASM)
-        logit = tl.dot(query, tl.trans(k), input_precision="ieee")
-        logit = tl.dot(odd_query, tl.trans(odd_k), logit, input_precision="ieee")
+def _in_parts(x, PARTS: tl.constexpr):
+    """Columns of x [R, D] by their number modulo PARTS: PARTS tiles [R, D / PARTS]."""
+    R: tl.constexpr = x.shape[0]
+    W: tl.constexpr = x.shape[1] // PARTS
+    if PARTS == 1:
+        return (x,)
+    elif PARTS == 2:
+        return tl.split(tl.reshape(x, [R, W, 2]))
     else:
-        logit = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision="ieee")
+        even, odd = tl.split(tl.reshape(x, [R, W, 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        return first, second, third, fourth
+
+
+@triton.jit
+def _of_parts(parts, PARTS: tl.constexpr):
+    """The inverse of `_in_parts`."""
+    R: tl.constexpr = parts[0].shape[0]
+    D: tl.constexpr = parts[0].shape[1] * PARTS
+    if PARTS == 1:
+        return parts[0]
+    elif PARTS == 2:
+        return tl.reshape(tl.join(parts[0], parts[1]), [R, D])
+    else:
+        return tl.reshape(tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3])), [R, D])
+
+
+@triton.jit
+def _widened(words, scale, TILE: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """A tile of K or V as the parts that the query and the sum are in."""
+    if FORMAT == NVFP4:
+        return widen_words_e2m1(words, scale, TILE, D, ASM)
+    elif FORMAT == FP8:
+        return widen_words_fp8(words, ASM)
+    else:
+        return (words,)
+
+
+@triton.jit
+def _take_tile(
+    query, k, v, k_scale, v_scale, ok, top, denominator, total,
+    TILE: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of tokens to a softmax in progress: largest logit, sum of weights and weighted sum of values, the
+    last in parts."""
+    keys = _widened(k, k_scale, TILE, D, FORMAT, ASM)
+    logit = tl.dot(query[0], tl.trans(keys[0]), input_precision="ieee")
+    for j in tl.static_range(1, PARTS):
+        logit = tl.dot(query[j], tl.trans(keys[j]), logit, input_precision="ieee")
     logit = tl.where(ok[None, :], logit, float("-inf"))
     new_top = tl.maximum(top, tl.max(logit, axis=1))
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
     weight = tl.exp2(logit - safe[:, None])
     shrink = tl.exp2(top - safe)
     denominator = denominator * shrink + tl.sum(weight, axis=1)
-    weight = weight.to(query.dtype)
-    if FORMAT == NVFP4:
-        v, odd_v = widen_e2m1(v, v_scale, TILE, D, ASM)
-        odd_total = odd_total * shrink[:, None] + tl.dot(weight, odd_v, input_precision="ieee")
-        total = total * shrink[:, None] + tl.dot(weight, v, input_precision="ieee")
+    weight = weight.to(query[0].dtype)
+    values = _widened(v, v_scale, TILE, D, FORMAT, ASM)
+    by = shrink[:, None]
+    if PARTS == 1:
+        sums = (tl.dot(weight, values[0], total[0] * by, input_precision="ieee"),)
+        return new_top, denominator, sums
+    elif PARTS == 2:
+        first = tl.dot(weight, values[0], total[0] * by, input_precision="ieee")
+        second = tl.dot(weight, values[1], total[1] * by, input_precision="ieee")
+        return new_top, denominator, (first, second)
     else:
-        total = total * shrink[:, None] + tl.dot(weight, v.to(query.dtype), input_precision="ieee")
-    return new_top, denominator, total, odd_total
+        first = tl.dot(weight, values[0], total[0] * by, input_precision="ieee")
+        second = tl.dot(weight, values[1], total[1] * by, input_precision="ieee")
+        third = tl.dot(weight, values[2], total[2] * by, input_precision="ieee")
+        fourth = tl.dot(weight, values[3], total[3] * by, input_precision="ieee")
+        return new_top, denominator, (first, second, third, fourth)
 
 
 @triton.jit
@@ -94,76 +128,70 @@ def _attend(
     heads_at = projected + row.to(tl.int64) * width + (kv_head * GROUP + member) * D
     query = norm_rope_heads(heads_at, member < GROUP, query_norm, cos + row * D, sin + row * D, eps, D, HALF)
     FLOAT: tl.constexpr = cache.dtype.element_ty if FORMAT == PLAIN else tl.float16
-    # Columns of NVFP4 come as an even and an odd half, both of queries and of what is summed up.
-    HALVES: tl.constexpr = 2 if FORMAT == NVFP4 else 1
+    # Converted lanes travel as 16-bit words; a word's numbers are as many operands, one after the other.
+    PARTS: tl.constexpr = 4 if FORMAT == NVFP4 else (2 if FORMAT == FP8 else 1)
     if FORMAT == NVFP4:
-        query *= scale_log2 * E2M1_GROW
-        query, odd_query = tl.split(tl.reshape(query.to(FLOAT), [16, D // 2, 2]))
-        odd_total = tl.zeros([16, D // 2], dtype=tl.float32)
-    else:
-        query = (query * scale_log2).to(FLOAT)
-        odd_query = query
-        odd_total = tl.zeros([16, 1], dtype=tl.float32)
+        scale_log2 *= E2M1_GROW
+    query = _in_parts((query * scale_log2).to(FLOAT), PARTS)
+    UNIT: tl.constexpr = 1 if FORMAT == PLAIN else 2
+    words = cache if FORMAT == PLAIN else cache.to(tl.pointer_type(tl.int16))
     table = page_table + row.to(tl.int64) * table_stride
-    i = tl.arange(0, RANKED if RANKED > 0 else TOP)
-    rank = i
-    pages = i
+    # This program's blocks and their pages are found before the loop: pages found in it would be loads on which the
+    # loads of keys and values hang, and each link of such a chain costs the compiler's pipeline a stage.
+    BLOCKS: tl.constexpr = max(1, TILES // TILES_PER_BLOCK)
+    first = split * TILES
+    order = first // TILES_PER_BLOCK
+    if BLOCKS > 1:
+        order += tl.arange(0, BLOCKS)
     if RANKED > 0:
-        pages = tl.load(table + i, mask=i < count, other=0, cache_modifier=FRESH)
-    wait_then_release(PDL)
+        i = tl.arange(0, RANKED)
+        pages_of_all = tl.load(table + i, mask=i < count, other=0, cache_modifier=FRESH)
+    release_then_wait(PDL)
     if RANKED > 0:
         base = scores + (row * KV_HEADS + kv_head).to(tl.int64) * score_stride
         key = order_keys(base, i, count, INIT, LOCAL)
         rank = tl.where(i < count, tl.sum((key[None, :] > key[:, None]).to(tl.int32), axis=1), TOP)
+        if BLOCKS == 1:
+            block = tl.where(order < count, tl.sum(tl.where(rank == order, i, 0), axis=0), -1)
+            page = tl.sum(tl.where(rank == order, pages_of_all, 0), axis=0)
+        else:
+            wanted = rank[None, :] == order[:, None]
+            blocks = tl.where(order < count, tl.sum(tl.where(wanted, i[None, :], 0), axis=1), -1)
+            pages = tl.sum(tl.where(wanted, pages_of_all[None, :], 0), axis=1)
+    else:
+        chosen = tl.load(selected + (row * KV_HEADS + kv_head) * TOP + order, cache_modifier=FRESH)
+        page_of = tl.load(table + chosen, mask=chosen >= 0, other=0, cache_modifier=FRESH)
+        if BLOCKS == 1:
+            block = chosen
+            page = page_of
+        else:
+            blocks = chosen
+            pages = page_of
     token = tl.arange(0, TILE)
-    WIDTH: tl.constexpr = D // HALVES
+    WIDTH: tl.constexpr = D // PARTS
     lane = (kv_head * PAGE + token)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     top = tl.full([16], float("-inf"), tl.float32)
     denominator = tl.zeros([16], dtype=tl.float32)
-    total = tl.zeros([16, WIDTH], dtype=tl.float32)
-    chosen = selected + (row * KV_HEADS + kv_head) * TOP
-    first = split * TILES
-    if FORMAT == PLAIN:
-        for step in tl.range(0, TILES, num_stages=STAGES):
-            start = ((first + step) % TILES_PER_BLOCK) * TILE
-            block, page = _chosen_block((first + step) // TILES_PER_BLOCK, chosen, table, rank, i, pages, count, RANKED)
-            ok = (block >= 0) & (block * PAGE + start + token <= position)
-            k, v, k_scale, v_scale = _load_tile(
-                cache + page.to(tl.int64) * page_stride + start * WIDTH + lane, key_lane, value_lane,
-                scales, scales, ok, FORMAT,
-            )  # fmt: skip
-            top, denominator, total, odd_total = _take_tile(
-                query, odd_query, k, v, k_scale, v_scale, ok, top, denominator, total, odd_total, TILE, D, FORMAT, ASM
-            )
-    else:
-        # Lanes that are converted escape the compiler's pipelining: load a tile ahead, and find its block two ahead.
-        scale_lane = (kv_head * PAGE + token)[:, None] * (D // 16) + tl.arange(0, D // 16)[None, :]
-        start = (first % TILES_PER_BLOCK) * TILE
-        block, page = _chosen_block(first // TILES_PER_BLOCK, chosen, table, rank, i, pages, count, RANKED)
+    total = _in_parts(tl.zeros([16, D], dtype=tl.float32), PARTS)
+    scale_lane = (kv_head * PAGE + token)[:, None] * (D // 16) + tl.arange(0, D // 16)[None, :]
+    for step in tl.range(0, TILES, num_stages=STAGES):
+        start = ((first + step) % TILES_PER_BLOCK) * TILE
+        if BLOCKS > 1:
+            this = tl.arange(0, BLOCKS) == step // TILES_PER_BLOCK
+            block = tl.sum(tl.where(this, blocks, 0), axis=0)
+            page = tl.sum(tl.where(this, pages, 0), axis=0)
         ok = (block >= 0) & (block * PAGE + start + token <= position)
         at_scale = scales + page.to(tl.int64) * scale_stride + start * (D // 16) + scale_lane
         k, v, k_scale, v_scale = _load_tile(
-            cache + page.to(tl.int64) * page_stride + start * WIDTH + lane, key_lane, value_lane,
-            at_scale + key_scale_lane, at_scale + value_scale_lane, ok, FORMAT,
+            words + page.to(tl.int64) * (page_stride // UNIT) + start * WIDTH + lane, key_lane // UNIT,
+            value_lane // UNIT, at_scale + key_scale_lane, at_scale + value_scale_lane, ok, FORMAT,
         )  # fmt: skip
-        tile = first + (1 if TILES > 1 else 0)
-        block, page = _chosen_block(tile // TILES_PER_BLOCK, chosen, table, rank, i, pages, count, RANKED)
-        for step in tl.range(0, TILES, num_stages=1):
-            start = ((first + step + 1) % TILES_PER_BLOCK) * TILE
-            next_ok = (block >= 0) & (block * PAGE + start + token <= position) & (step + 1 < TILES)
-            at_scale = scales + page.to(tl.int64) * scale_stride + start * (D // 16) + scale_lane
-            next_k, next_v, next_k_scale, next_v_scale = _load_tile(
-                cache + page.to(tl.int64) * page_stride + start * WIDTH + lane, key_lane, value_lane,
-                at_scale + key_scale_lane, at_scale + value_scale_lane, next_ok, FORMAT,
-            )  # fmt: skip
-            tile = first + tl.minimum(step + 2, TILES - 1)
-            block, page = _chosen_block(tile // TILES_PER_BLOCK, chosen, table, rank, i, pages, count, RANKED)
-            top, denominator, total, odd_total = _take_tile(
-                query, odd_query, k, v, k_scale, v_scale, ok, top, denominator, total, odd_total, TILE, D, FORMAT, ASM
-            )
-            k, v, k_scale, v_scale, ok = next_k, next_v, next_k_scale, next_v_scale, next_ok
+        top, denominator, total = _take_tile(
+            query, k, v, k_scale, v_scale, ok, top, denominator, total, TILE, D, FORMAT, PARTS, ASM
+        )
+    total = _of_parts(total, PARTS)
     if FORMAT == NVFP4:
-        total = tl.reshape(tl.join(total, odd_total), [16, D]) * E2M1_GROW
+        total *= E2M1_GROW
     mine = member < GROUP
     if SPLITS == 1:
         total = tl.where((denominator > 0.0)[:, None], total / denominator[:, None], 0.0)
@@ -183,7 +211,7 @@ def _merge(
 ):  # fmt: skip
     head = tl.program_id(0)
     row = tl.program_id(1)
-    wait_then_release(PDL)
+    release_then_wait(PDL)
     slot = (row * SPLITS + tl.arange(0, SPLITS)).to(tl.int64) * Q_HEADS + head
     d = tl.arange(0, D)
     part = tl.load(partial + slot[:, None] * D + d[None, :], cache_modifier=FRESH)

@@ -10,10 +10,19 @@ import triton.language as tl
 
 from longturn.kernels.dependent import FRESH, wait_then_release
 from longturn.kernels.head_norm import norm_rope_heads
-from longturn.kernels.kv_formats import PLAIN, write_token_as
+from longturn.kernels.kv_formats import FP8, FP8_LOW, PLAIN, fp8_halves, write_token_as
 
 _FORCED = tl.constexpr(1e30)
 _ABSENT = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _best(keys, query, rest, grow, INDEX_FORMAT: tl.constexpr):
+    """Largest product of keys [PAGE, D] with each column of a query [D, 16]; fp8 ones come as `fp8_halves`."""
+    dots = tl.dot(keys, query, input_precision="ieee")
+    if INDEX_FORMAT == FP8:
+        dots += tl.dot(keys, rest) * FP8_LOW
+    return tl.max(dots, axis=0) * grow
 
 
 @triton.jit
@@ -23,7 +32,7 @@ def _scores(
     index, index_stride, index_lane, scores, score_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
     FORMAT: tl.constexpr, INDEX_FORMAT: tl.constexpr,
-    CHUNKS: tl.constexpr, SINGLE: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, PAGES: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     row = tl.program_id(1)
@@ -33,9 +42,15 @@ def _scores(
     key = tl.arange(0, PAGE)
     at = index_lane + key[:, None] * D + tl.arange(0, D)[None, :]
     if AHEAD:
-        # Blocks below the own one were complete before this step: the first one's keys need no wait.
+        # Blocks below the own one were complete before this step: this program's only one needs no wait.
         page = tl.load(table + chunk, mask=chunk < own_block, other=0, cache_modifier=FRESH).to(tl.int64)
         keys = tl.load(index + page * index_stride + at, mask=chunk < own_block, other=0.0)
+    else:
+        # Pages of the next PAGES blocks. One by one in the loop they would be loads on which the loads of keys hang,
+        # and the pipeline would hold half as many keys.
+        slot = tl.arange(0, PAGES)
+        next_block = chunk + slot * CHUNKS
+        pages = tl.load(table + next_block, mask=next_block < own_block, other=0, cache_modifier=FRESH)
     wait_then_release(PDL)
     if position < 0:
         return
@@ -55,30 +70,25 @@ def _scores(
         width: tl.constexpr = (Q_HEADS + 3 * KV_HEADS + 1) * D
         heads_at = projected + row.to(tl.int64) * width + (Q_HEADS + 2 * KV_HEADS + head) * D
         query = norm_rope_heads(heads_at, head < KV_HEADS, index_query_norm, cos_row, sin_row, eps, D, HALF)
-        FLOAT: tl.constexpr = index.dtype.element_ty if INDEX_FORMAT == PLAIN else tl.float16
-        query = tl.trans(query.to(FLOAT))
         to = scores + (row * KV_HEADS + head).to(tl.int64) * score_stride
-        if AHEAD and SINGLE:
-            best = tl.max(tl.dot(keys.to(FLOAT), query, input_precision="ieee"), axis=0)
-            tl.store(to + chunk, best, mask=head < KV_HEADS)
-        elif AHEAD:
-            # Keys that are converted on their way to the dot escape the compiler's pipelining, hence this one.
-            later = chunk + CHUNKS
-            page = tl.load(table + later, mask=later < own_block, other=0, cache_modifier=FRESH).to(tl.int64)
-            for block in tl.range(chunk, own_block, CHUNKS, num_stages=1):
-                later = block + CHUNKS
-                next_keys = tl.load(index + page * index_stride + at, mask=later < own_block, other=0.0)
-                later += CHUNKS
-                page = tl.load(table + later, mask=later < own_block, other=0, cache_modifier=FRESH).to(tl.int64)
-                best = tl.max(tl.dot(keys.to(FLOAT), query, input_precision="ieee"), axis=0)
-                tl.store(to + block, best, mask=head < KV_HEADS)
-                keys = next_keys
+        if INDEX_FORMAT == PLAIN:
+            query = tl.trans(query.to(index.dtype.element_ty))
+            rest = query
+            grow = tl.full([16], 1.0, tl.float32)
         else:
-            for block in tl.range(chunk, own_block, CHUNKS, num_stages=STAGES):
-                page = tl.load(table + block, cache_modifier=FRESH).to(tl.int64)
-                keys = tl.load(index + page * index_stride + at)
-                best = tl.max(tl.dot(keys.to(FLOAT), query, input_precision="ieee"), axis=0)
-                tl.store(to + block, best, mask=head < KV_HEADS)
+            high, low, grow = fp8_halves(query)
+            query, rest = tl.trans(high), tl.trans(low)
+        if AHEAD:
+            tl.store(to + chunk, _best(keys, query, rest, grow, INDEX_FORMAT), mask=head < KV_HEADS)
+        else:
+            for begin in tl.range(chunk, own_block, CHUNKS * PAGES, num_stages=1):
+                for n in tl.range(0, tl.minimum(PAGES, tl.cdiv(own_block - begin, CHUNKS)), num_stages=STAGES):
+                    page = tl.sum(tl.where(slot == n, pages, 0), axis=0).to(tl.int64)
+                    keys = tl.load(index + page * index_stride + at)
+                    best = _best(keys, query, rest, grow, INDEX_FORMAT)
+                    tl.store(to + begin + n * CHUNKS, best, mask=head < KV_HEADS)
+                next_block = begin + (PAGES + slot) * CHUNKS
+                pages = tl.load(table + next_block, mask=next_block < own_block, other=0, cache_modifier=FRESH)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from longturn.kernels.dependent import FRESH, wait_then_release
+from longturn.kernels.kv_formats import E2M1_GROW, FP8, NVFP4, widen_e2m1
 
 
 @triton.jit(do_not_specialize=["counters"])
@@ -66,65 +67,146 @@ def fill_lists(
 
 
 @triton.jit
-def _queries_of(
-    query, entries, place, count, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TOP: tl.constexpr
-):
-    """The queries of the choices at `place` of a piece, GROUP rows a choice; zeros past its end."""
-    ok = place < count
-    choice = tl.load(entries + place, mask=ok, other=0, cache_modifier=FRESH)
-    row = (choice // (KV_HEADS * TOP)) * (KV_HEADS * GROUP) + head * GROUP + tl.arange(0, place.shape[0]) % GROUP
-    at = query + row[:, None].to(tl.int64) * D + tl.arange(0, D)[None, :]
-    return tl.load(at, mask=ok[:, None], other=0.0, cache_modifier=FRESH)
+def _next_tile(piece_size, piece, start, count, later, total, TOKENS: tl.constexpr, PROGRAMS: tl.constexpr):
+    """The tile after the one at `start` of `piece`, whose size is `count`, that of the program's next piece `later`."""
+    over = start + TOKENS >= count
+    piece = tl.where(over, piece + PROGRAMS, piece)
+    start = tl.where(over, 0, start + TOKENS)
+    count = tl.where(over, later, count)
+    following = piece + PROGRAMS
+    later = tl.load(piece_size + following, mask=following < total, other=0, cache_modifier=FRESH)
+    return piece, start, count, later
 
 
 @triton.jit
-def attend_lists(
-    query, piece_list, piece_size, total_pieces, entries, lasts, pages,
-    cache, page_stride, key_lane, value_lane, parts, weights, scale_log2,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOP: tl.constexpr,
-    PIECE: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Parts [choice, GROUP, D] and the base-2 logarithms of their weights, fp32 [choice, GROUP].
+def _choices_at(entries, lasts, piece, start, count, of, spare, PAGE: tl.constexpr, PIECE: tl.constexpr):
+    """The choices of a tile and the last key that each sees; past the end of the piece the choice is `spare`."""
+    ok = start + of < count
+    place = piece * PIECE + start + of
+    choice = tl.load(entries + place, mask=ok, other=spare, cache_modifier=FRESH)
+    return choice, tl.load(lasts + place, mask=ok, other=PAGE - 1, cache_modifier=FRESH)
 
-    query [T, KV_HEADS * GROUP, D]. A list's tokens come TOKENS at a time, GROUP rows each.
+
+@triton.jit
+def _queries_of(query, choice, member, START: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+                D: tl.constexpr, TOP: tl.constexpr):  # fmt: skip
+    """WIDTH columns from START on of the query heads of choices."""
+    row = (choice // TOP) * GROUP + member
+    at = query + row[:, None].to(tl.int64) * D + (START + tl.arange(0, WIDTH))[None, :]
+    return tl.load(at, cache_modifier=FRESH)
+
+
+@triton.jit
+def _page_of_head(
+    lane, scale_lane, PAGE: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """A page of one head's keys or values [PAGE, D], twice, in the type they are multiplied in. NVFP4: its even and its
+    odd columns [PAGE, D / 2], E2M1_GROW times too small."""
+    row = tl.arange(0, PAGE)[:, None]
+    if FORMAT == NVFP4:
+        codes = tl.load(lane + row * (D // 2) + tl.arange(0, D // 2)[None, :], cache_modifier=FRESH)
+        scale = tl.load(scale_lane + row * (D // 16) + tl.arange(0, D // 16)[None, :], cache_modifier=FRESH)
+        return widen_e2m1(codes, scale, PAGE, D, ASM)
+    elif FORMAT == FP8:
+        tile = tl.load(lane + row * D + tl.arange(0, D)[None, :], cache_modifier=FRESH).to(tl.float16)
+        return tile, tile
+    else:
+        tile = tl.load(lane + row * D + tl.arange(0, D)[None, :], cache_modifier=FRESH)
+        return tile, tile
+
+
+@triton.jit
+def _finite(tile):
+    """`tile` with zeros for what is not finite: a page's last rows may still hold what an earlier, broken request
+    wrote, and a weight of 0 does not silence NaN. Once a page; a mask by length would be needed once a tile."""
+    return tl.where(tl.abs(tile) < float("inf"), tile, 0.0).to(tile.dtype)
+
+
+@triton.jit(do_not_specialize=["pages", "spare"])
+def attend_lists(
+    query, piece_list, piece_size, total_pieces, entries, lasts, pages, spare,
+    cache, page_stride, key_lane, value_lane, scales, scale_stride, key_scale_lane, value_scale_lane,
+    parts, weights, scale_log2,
+    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOP: tl.constexpr,
+    PIECE: tl.constexpr, TOKENS: tl.constexpr, PROGRAMS: tl.constexpr,
+    FORMAT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Parts [choice, GROUP, D]: sums of values, each times 2 ** (its logit - the largest); and `weights` fp32 [choice,
+    GROUP, 2], that largest logit and the sum of the powers.
+
+    query [T, KV_HEADS * GROUP, D]. A list's tokens come TOKENS at a time, GROUP rows each. With NVFP4 the columns of
+    queries and parts are the even ones, then the odd ones. Rows past a list's end are choice `spare`, which has room in
+    all buffers and which nothing reads: cheaper than masks.
+
+    What a tile needs is a chain of reads: size of the piece, choices, queries. Each link is read one tile further
+    ahead, across pieces too, so that no tile waits for more than its page.
     """
     wait_then_release(PDL)
-    d = tl.arange(0, D)
     key = tl.arange(0, PAGE)
-    member = tl.arange(0, TOKENS * GROUP)
-    lane = key[:, None] * D + d[None, :]
+    line = tl.arange(0, TOKENS * GROUP)
+    of = line // GROUP
+    member = line % GROUP
+    WIDTH: tl.constexpr = D // 2 if FORMAT == NVFP4 else D
+    d = tl.arange(0, WIDTH)
     total = tl.load(total_pieces, cache_modifier=FRESH)
+    ahead = tl.program_id(0)
+    start = 0
+    count = tl.load(piece_size + ahead, mask=ahead < total, other=0, cache_modifier=FRESH)
+    later = tl.load(piece_size + ahead + PROGRAMS, mask=ahead + PROGRAMS < total, other=0, cache_modifier=FRESH)
+    counter = tl.load(piece_list + ahead, mask=ahead < total, other=0, cache_modifier=FRESH)
+    choice, last = _choices_at(entries, lasts, ahead, start, count, of, spare, PAGE, PIECE)
+    q = _queries_of(query, choice, member, 0, WIDTH, GROUP, D, TOP)
+    if FORMAT == NVFP4:
+        odd_q = _queries_of(query, choice, member, WIDTH, WIDTH, GROUP, D, TOP)
+    ahead, start, count, later = _next_tile(piece_size, ahead, start, count, later, total, TOKENS, PROGRAMS)
+    next_choice, next_last = _choices_at(entries, lasts, ahead, start, count, of, spare, PAGE, PIECE)
     for piece in tl.range(tl.program_id(0), total, PROGRAMS):
-        counter = tl.load(piece_list + piece, cache_modifier=FRESH)
-        count = tl.load(piece_size + piece, cache_modifier=FRESH)
+        here = tl.load(piece_size + piece, cache_modifier=FRESH)
         head = counter // pages
-        mine = entries + piece * PIECE
-        at = (counter % pages).to(tl.int64) * page_stride + head * PAGE * D + lane
-        k = tl.load(cache + key_lane + at, cache_modifier=FRESH)
-        v = tl.load(cache + value_lane + at, cache_modifier=FRESH)
-        for start in tl.range(0, count, TOKENS, num_stages=STAGES):
-            place = start + member // GROUP
-            ok = place < count
-            last = tl.load(lasts + piece * PIECE + place, mask=ok, other=PAGE - 1, cache_modifier=FRESH)
-            q = _queries_of(query, mine, place, count, head, KV_HEADS, GROUP, D, TOP)
+        page = (counter % pages).to(tl.int64)
+        lane = cache + page * page_stride + head * (PAGE * WIDTH)
+        scale_lane = scales + page * scale_stride + head * (PAGE * D // 16)
+        k, odd_k = _page_of_head(lane + key_lane, scale_lane + key_scale_lane, PAGE, D, FORMAT, ASM)
+        v, odd_v = _page_of_head(lane + value_lane, scale_lane + value_scale_lane, PAGE, D, FORMAT, ASM)
+        v = _finite(v)
+        odd_v = _finite(odd_v)
+        following = piece + PROGRAMS
+        counter = tl.load(piece_list + following, mask=following < total, other=0, cache_modifier=FRESH)
+        for _ in tl.range(0, here, TOKENS, num_stages=1):
+            next_q = _queries_of(query, next_choice, member, 0, WIDTH, GROUP, D, TOP)
+            if FORMAT == NVFP4:
+                next_odd_q = _queries_of(query, next_choice, member, WIDTH, WIDTH, GROUP, D, TOP)
+            ahead, start, count, later = _next_tile(piece_size, ahead, start, count, later, total, TOKENS, PROGRAMS)
+            later_choice, later_last = _choices_at(entries, lasts, ahead, start, count, of, spare, PAGE, PIECE)
             logit = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if FORMAT == NVFP4:
+                logit = tl.dot(odd_q, tl.trans(odd_k), logit, input_precision="ieee")
             logit = tl.where(key[None, :] <= last[:, None], logit, float("-inf"))
             most = tl.max(logit, axis=1) * scale_log2
             weight = tl.exp2(logit * scale_log2 - most[:, None])
             sum_of = tl.sum(weight, axis=1)
-            part = tl.dot(weight.to(v.dtype), v, input_precision="ieee") * (1.0 / sum_of)[:, None]
-            to = tl.load(mine + place, mask=ok, other=0, cache_modifier=FRESH).to(tl.int64) * GROUP + member % GROUP
-            tl.store(parts + to[:, None] * D + d[None, :], part.to(parts.dtype.element_ty), mask=ok[:, None])
-            tl.store(weights + to, most + tl.log2(sum_of), mask=ok)
+            weight = weight.to(v.dtype)
+            to = choice.to(tl.int64) * GROUP + member
+            at = parts + to[:, None] * D + d[None, :]
+            part = tl.dot(weight, v, input_precision="ieee")
+            tl.store(at, part.to(parts.dtype.element_ty))
+            if FORMAT == NVFP4:
+                part = tl.dot(weight, odd_v, input_precision="ieee")
+                tl.store(at + WIDTH, part.to(parts.dtype.element_ty))
+                odd_q = next_odd_q
+            tl.store(weights + to[:, None] * 2 + tl.arange(0, 2)[None, :], tl.join(most, sum_of))
+            q, choice, last = next_q, next_choice, next_last
+            next_choice, next_last = later_choice, later_last
 
 
 @triton.jit
 def combine_parts(
     selected, parts, weights, out,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TOP: tl.constexpr, FORMAT: tl.constexpr,
+    ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, KV_HEADS * GROUP, D]; zeros where nothing was chosen, so padding never carries NaN onwards. The grid is
-    (T * KV_HEADS, GROUP / HEADS)."""
+    (T * KV_HEADS, GROUP / HEADS). ORDERED parts have their columns as `attend_lists_hopper` stores them."""
     line = tl.program_id(0)
     wait_then_release(PDL)
     member = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -136,15 +218,22 @@ def combine_parts(
     for slot in tl.static_range(TOP):
         chosen = tl.load(selected + line * TOP + slot, cache_modifier=FRESH) >= 0
         at = (line.to(tl.int64) * TOP + slot) * GROUP + member
-        weight = tl.where(chosen, tl.load(weights + at, cache_modifier=FRESH), float("-inf"))
+        weight = tl.where(chosen, tl.load(weights + 2 * at, cache_modifier=FRESH), float("-inf"))
+        sum_here = tl.where(chosen, tl.load(weights + 2 * at + 1, cache_modifier=FRESH), 0.0)
         part = tl.load(parts + at[:, None] * D + d[None, :], cache_modifier=FRESH).to(tl.float32)
         part = tl.where(chosen, part, 0.0)
         new = tl.maximum(most, weight)
         safe = tl.where(new == float("-inf"), 0.0, new)
         shrink, share = tl.exp2(most - safe), tl.exp2(weight - safe)
-        sum_of = sum_of * shrink + share
+        sum_of = sum_of * shrink + share * sum_here
         total = total * shrink[:, None] + part * share[:, None]
         most = new
     total = total * tl.where(sum_of > 0.0, 1.0 / sum_of, 0.0)[:, None]
-    to = (line.to(tl.int64) * GROUP + member)[:, None] * D + d[None, :]
+    column = d
+    if FORMAT == NVFP4:
+        total *= E2M1_GROW
+        column = (d % (D // 2)) * 2 + d // (D // 2)
+    if ORDERED:
+        column = (d % (D // 4)) // 2 * 8 + d // (D // 4) * 2 + d % 2
+    to = (line.to(tl.int64) * GROUP + member)[:, None] * D + column[None, :]
     tl.store(out + to, total.to(out.dtype.element_ty))

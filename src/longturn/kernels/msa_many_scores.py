@@ -1,6 +1,6 @@
 """Which 16 blocks each token of a long step attends to: index scores of blocks, then their top.
 
-A program of `block_scores` holds the index queries of one query tile, all heads, and walks every n-th block of its row,
+A program of `block_scores` holds the index queries of one query tile, all heads, and walks a run of blocks of its row,
 so a short chunk against a long context still fills the chip; a block's score needs no merge. A token's own
 block is always chosen, and every key of an older block is at an older position, so nothing is ever masked.
 """
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from longturn.kernels.dependent import FRESH, wait_then_release
+from longturn.kernels.kv_formats import PLAIN
 
 GROUP_BLOCKS = 32
 """Blocks of a group of `top_blocks`: what a warp reads at once."""
@@ -22,20 +23,20 @@ _FORCED = tl.constexpr(0x7FFFFFFF)
 _ABSENT = tl.constexpr(-0x7FFFFFFF)
 
 
-@triton.jit(do_not_specialize=["counters"])
+@triton.jit(do_not_specialize=["counters", "tile_count"])
 def block_scores(
-    index_query, positions, rows, page_table, table_stride, tiles, cache, page_stride, index_lane,
+    index_query, positions, rows, page_table, table_stride, tiles, tile_count, index, index_stride, index_lane,
     scores, score_stride, counts, counters, total_pieces,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr, SPAN: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, TOKENS: tl.constexpr, ITEMS: tl.constexpr, PROGRAMS: tl.constexpr,
-    STAGES: tl.constexpr, CLEAR: tl.constexpr, PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
+    TOKENS: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
+    INDEX_FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Best index score of blocks 0 .. own block - 1 of each token and head, fp32 [T, KV_HEADS, score_stride].
 
-    PROGRAMS programs share out about ITEMS items, each some blocks for one part (TOKENS tokens) of a query tile.
+    A unit of work is a block for one part (TOKENS tokens) of a query tile. The units of all parts, one part after the
+    other, are cut into PROGRAMS equal runs, so that rows of any length keep all programs busy to the end.
     On the side it sets `counts` [counters] and `total_pieces` to 0, for the kernels that come later.
     """
-    PARTS: tl.constexpr = TILE_TOKENS // TOKENS
     program = tl.program_id(0)
     wait_then_release(PDL)
     if program == 0:
@@ -44,31 +45,51 @@ def block_scores(
         at = start + tl.arange(0, CLEAR)
         tl.store(counts + at, tl.zeros([CLEAR], dtype=tl.int32), mask=at < counters)
     number = tl.arange(0, SPAN)
-    sizes = tl.load(tiles + 2 * number + 1, mask=number < TILES, other=0, cache_modifier=FRESH)
-    parts = PARTS * tl.sum((sizes > 0).to(tl.int32), axis=0)  # padding tiles come last
-    chunks = tl.maximum(ITEMS // tl.maximum(parts, 1), 1)  # down, so that items fill whole rounds of programs
+    real = number < tile_count
+    firsts = tl.load(tiles + 2 * number, mask=real, other=0, cache_modifier=FRESH)
+    sizes = tl.load(tiles + 2 * number + 1, mask=real, other=0, cache_modifier=FRESH)
+    last = tl.load(positions + firsts + sizes - 1, mask=sizes > 0, other=0, cache_modifier=FRESH)
+    blocks_of = last // PAGE
+    work = blocks_of * ((sizes + TOKENS - 1) // TOKENS)
+    ends = tl.cumsum(work, axis=0)
+    total = tl.sum(work, axis=0).to(tl.int64)
+    at = (program * total // PROGRAMS).to(tl.int32)
+    stop = ((program + 1) * total // PROGRAMS).to(tl.int32)
     member = tl.arange(0, TOKENS * KV_HEADS)
     d = tl.arange(0, D)
     key_at = index_lane + tl.arange(0, PAGE)[:, None] * D + d[None, :]
-    for item in tl.range(program, parts * chunks, PROGRAMS):
-        part = item // chunks
-        skipped = (part % PARTS) * TOKENS
-        first = tl.load(tiles + 2 * (part // PARTS), cache_modifier=FRESH) + skipped
-        count = tl.load(tiles + 2 * (part // PARTS) + 1, cache_modifier=FRESH) - skipped
-        if count > 0:
-            count = tl.minimum(count, TOKENS)
-            blocks = tl.load(positions + first + count - 1, cache_modifier=FRESH) // PAGE
-            table = page_table + tl.load(rows + first, cache_modifier=FRESH).to(tl.int64) * table_stride
-            mine = member < count * KV_HEADS
-            line = first.to(tl.int64) * KV_HEADS + member
-            at = index_query + line[:, None] * D + d[None, :]
-            query = tl.load(at, mask=mine[:, None], other=0.0, cache_modifier=FRESH)
-            to = scores + line * score_stride
-            for block in tl.range(item % chunks, blocks, chunks, num_stages=STAGES):
+    while at < stop:
+        tile = tl.sum((ends <= at).to(tl.int32), axis=0)
+        blocks = tl.sum(tl.where(number == tile, blocks_of, 0), axis=0)
+        unit = at - tl.sum(tl.where(number == tile, ends - work, 0), axis=0)
+        skipped = unit // blocks * TOKENS
+        begin = unit % blocks
+        end = tl.minimum(begin + stop - at, blocks)
+        at += end - begin
+        first = tl.load(tiles + 2 * tile, cache_modifier=FRESH) + skipped
+        count = tl.load(tiles + 2 * tile + 1, cache_modifier=FRESH) - skipped
+        table = page_table + tl.load(rows + first, cache_modifier=FRESH).to(tl.int64) * table_stride
+        mine = member < count * KV_HEADS
+        line = first.to(tl.int64) * KV_HEADS + member
+        query = tl.load(index_query + line[:, None] * D + d[None, :], mask=mine[:, None], other=0.0,
+                        cache_modifier=FRESH)  # fmt: skip
+        to = scores + line * score_stride
+        if INDEX_FORMAT == PLAIN:
+            for block in tl.range(begin, end, num_stages=STAGES):
                 page = tl.load(table + block).to(tl.int64)
-                keys = tl.load(cache + page * page_stride + key_at)
+                keys = tl.load(index + page * index_stride + key_at)
                 best = tl.max(tl.dot(query, tl.trans(keys), input_precision="ieee"), axis=1)
                 tl.store(to + block, best, mask=mine)
+        else:
+            # Keys that are converted on their way to the dot escape the compiler's pipelining, hence this one.
+            keys = tl.load(index + tl.load(table + begin).to(tl.int64) * index_stride + key_at)
+            page = tl.load(table + begin + 1, mask=begin + 1 < end, other=0).to(tl.int64)
+            for block in tl.range(begin, end, num_stages=1):
+                next_keys = tl.load(index + page * index_stride + key_at, mask=block + 1 < end, other=0.0)
+                page = tl.load(table + block + 2, mask=block + 2 < end, other=0).to(tl.int64)
+                best = tl.max(tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee"), axis=1)
+                tl.store(to + block, best, mask=mine)
+                keys = next_keys
 
 
 @triton.jit

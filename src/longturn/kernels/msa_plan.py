@@ -48,7 +48,7 @@ class MsaPlan:
     tile: int
     warps: int = 4
     score_warps: int = 4
-    score_stages: int = 3
+    score_stages: int = 2
     candidates: int = 8
     rivals: int = 256
     stages: int = 3
@@ -59,11 +59,23 @@ class MsaPlan:
     @staticmethod
     def default(rows: int, max_blocks: int, kv_format: KvFormat = KvFormat.PLAIN) -> MsaPlan:
         """A plan for `rows` rows on a chip of 132 multiprocessors, measured in docs/performance.md."""
+        if kv_format != KvFormat.PLAIN:
+            # Measured with fp8 index keys, of which twice as many programs fit a multiprocessor.
+            splits = 16 if rows <= 4 else 8 if rows <= 16 else 2
+            chunks = max(1, min(max_blocks, 792 // rows))
+            return MsaPlan(chunks=chunks, splits=splits, tile=128, candidates=16 if 4 < rows <= 16 else 8)
         chunks = max(1, min(max_blocks, 396 // rows))
         splits = 16 if rows <= 4 else 4 if rows <= 16 else 2
-        # Converted lanes hold the next tile in registers: two of 128 tokens would spill.
-        tile = 128 if splits == 16 or kv_format == KvFormat.PLAIN else 64
-        return MsaPlan(chunks=chunks, splits=splits, tile=tile)
+        return MsaPlan(
+            chunks=chunks,
+            splits=splits,
+            # Where a program has several tiles, tiles of 64 tokens let three programs run on a multiprocessor.
+            tile=128 if splits == 16 else 64,
+            warps=8 if rows == 1 else 4,
+            rivals=128 if max_blocks <= 128 else 256,
+            # Ranking takes registers for the square of the blocks, in every program of which many rows have many.
+            fused_blocks=FUSED_BLOCKS if rows <= 4 else FUSED_BLOCKS // 2,
+        )
 
 
 @dataclass(frozen=True)

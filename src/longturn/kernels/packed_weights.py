@@ -1,6 +1,6 @@
 """Quantised weights as the decode kernels read them: 16-bit words, one byte of scale a group, one fp32 factor a row.
 
-Hopper has no unit that reads 4-bit values, so kernels turn codes into bf16 in registers. What is stored here is the
+Hopper has no unit that reads 4-bit values, so kernels turn codes into fp16 in registers. What is stored here is the
 published weight's information, rearranged once at load so that this takes few instructions and moves nothing between
 threads:
 
@@ -12,14 +12,17 @@ threads:
 Part j of word c is column `GROUP * (c // w) + w * j + c % w`, with w words a group: a group's words hold its values
 part by part, so a tile of words times a tile of x becomes one product a part, each over consecutive columns of x.
 
-A code's bits are put where bf16 has its sign, the low bits of its exponent and the top bits of its fraction. Read as
-bf16 that is the value times 2^-126 (e2m1) or 2^-120 (e4m3), subnormal codes included, since bf16's subnormals step in
-the same way. The group's factor, a power of two larger, brings it back: the product has at most six significant
-bits, so it is exact in bf16.
+The 16-bit type of the kernels' operands is fp16: e4m3 becomes fp16 by one instruction for two values, and fp16 holds
+the activations that quantised weights meet (normalised ones, and SwiGLU's clamped ones) with three bits more than bf16.
 
-A group's byte is the bf16 factor's own bits: `byte * multiplier + addend` (`SCALE_BITS`). e8m0 is the exponent of bf16
-already, moved so that the row's largest byte becomes 247. e4m3 needs five exponent bits to have no subnormals: scales
-of 2^-9 to 448 become exponent and fraction (5 and 3 bits), and a group whose scale is zero gets zero codes.
+An e2m1 code's bits are put where fp16 has its sign, the low bits of its exponent and the top bit of its fraction. Read
+as fp16 that is the value times 2^-14, subnormal codes included, since fp16's subnormals step in the same way. The
+group's factor brings it back: the product has at most six significant bits and is at least 2^-19, so it is exact.
+
+A group's byte is the fp16 factor's own bits: `byte * multiplier + addend` (`SCALE_BITS`). e4m3 needs five exponent bits
+to have no subnormals: scales of 2^-9 to 448 become exponent and fraction (5 and 3 bits) of the scale times 2^5, and a
+group whose scale is zero gets zero codes. e8m0 becomes an exponent of fp16, moved so that the row's largest is 2^7;
+scales 2^-21 of that and smaller do not fit, and their codes are shifted instead, which rounds them to 2^-23.
 
 The row factor holds the tensor's global scale (as a multiplier) and the powers of two above; kernels apply it to the
 finished fp32 sum. NaN in a row's codes or scales makes its factor NaN: kernels then give NaN for the row.
@@ -48,11 +51,13 @@ class WeightFormat(IntEnum):
 
 GROUP = {WeightFormat.PLAIN: 1, WeightFormat.MXFP8: 32, WeightFormat.NVFP4: 16}
 """Consecutive values of a row that share one scale."""
-E2M1_PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
-"""For each part, the bits of a word that hold a code's sign and its three magnitude bits, highest first. Parts 0 to 2
-have the spacing of bf16's bits 15 and 8 to 6, so that one shift and one mask place them."""
+E2M1_PLACES = ((15, 11, 10, 9), (12, 8, 7, 6), (14, 5, 4, 3), (13, 2, 1, 0))
+"""For each part, the bits of a word that hold a code's sign and its three magnitude bits, highest first. Parts 0 and 1
+have the spacing of fp16's bits 15 and 11 to 9, so that one shift and one mask place them; all shifts go left."""
 NVFP4_ROW = 2.0**9
-"""What bf16 products of NVFP4 are too small by: codes by 2^-126, scales too large by 2^117."""
+"""What fp16 products of NVFP4 are too small by: codes by 2^-14, scales too large by 2^5."""
+MXFP8_TOP = 22
+"""Byte of a row's largest scale: 2^7, with which 448 still fits fp16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,24 +126,27 @@ class PackedWeight:
         parts, group = int(self.format), GROUP[self.format]
         word = self.words.to(torch.int32) & 0xFFFF
         if self.format is WeightFormat.NVFP4:
-            places = [zip(part, (15, 8, 7, 6), strict=True) for part in E2M1_PLACES]
-            bits = [torch.stack([((word >> at) & 1) << to for at, to in part]).sum(0).int() for part in places]
+            places = [zip(part, E2M1_PLACES[0], strict=True) for part in E2M1_PLACES]
+            bits = [torch.stack([((word >> at) & 1) << to for at, to in part]).sum(0) for part in places]
+            values = torch.stack([_int16(b).view(torch.float16) for b in bits], dim=-1).double()
         else:
-            byte = [word & 0xFF, word >> 8]
-            bits = [((b & 0x80) << 8) | ((b & 0x7F) << 4) for b in byte]
-        values = torch.stack([(b << 16).view(torch.float32) for b in bits], dim=-1)
+            byte = [(word & 0xFF).to(torch.uint8), (word >> 8).to(torch.uint8)]
+            values = torch.stack([b.view(torch.float8_e4m3fn).to(torch.float32) for b in byte], dim=-1).double()
         *lead, words, _ = values.shape
         per = group // parts
         values = values.view(*lead, words // per, per, parts).transpose(-1, -2).reshape(*lead, words // per, group)
         multiplier, addend = SCALE_BITS[self.format]
-        factor = ((self.scales.to(torch.int32) * multiplier + addend) << 16).view(torch.float32)
-        # fp64 here: the products are exact in fp32 too, but some torch builds flush its subnormals to zero.
-        exact = values.double() * factor.double()[..., None]
+        factor = _int16(self.scales.to(torch.int32) * multiplier + addend).view(torch.float16)
+        exact = values * factor.double()[..., None]
         return (exact.flatten(-2) * self.row_scales.double()[..., None]).to(torch.float32)
 
 
-SCALE_BITS = {WeightFormat.PLAIN: (0, 0), WeightFormat.MXFP8: (1 << 7, 0), WeightFormat.NVFP4: (1 << 4, 235 << 7)}
-"""A group's bf16 factor has the bits `byte * [0] + [1]`. For NVFP4 exponent 0 means 2^-9 * 2^117."""
+SCALE_BITS = {
+    WeightFormat.PLAIN: (0, 0),
+    WeightFormat.MXFP8: (1 << 10, 0),
+    WeightFormat.NVFP4: (1 << 7, 11 << 10),
+}
+"""A group's fp16 factor has the bits `byte * [0] + [1]`. For NVFP4 exponent 0 means 2^-9 * 2^5."""
 
 
 def as_packed(weight: Tensor | PackedWeight) -> PackedWeight:
@@ -203,18 +211,24 @@ def pack_nvfp4(packed: Tensor, scales: Tensor, factor: Tensor | float) -> Packed
 def pack_mxfp8(values: Tensor, scales: Tensor) -> PackedWeight:
     """Published MXFP8 as kernels read it: values e4m3 [..., rows, width], scales uint8 e8m0 [..., rows, width / 32].
 
-    Exact but for values below 2^-117 of their row's largest scale.
+    Exact but for groups whose scale is less than 2^-21 of their row's largest: those are rounded to 2^-30 of it.
     """
     code = values.view(torch.uint8).to(torch.int32)
     exponent = scales.to(torch.int32)
     largest = exponent.amax(dim=-1)
     broken = ((code & 0x7F) == 0x7F).any(dim=-1) | (exponent == 255).any(dim=-1)
-    byte = (exponent - largest[..., None] + 247).clamp(0, 254)
+    byte = exponent - largest[..., None] + MXFP8_TOP
+    if (byte < 1).any():
+        group = GROUP[WeightFormat.MXFP8]
+        lost = (byte - 1).clamp(-40, 0).repeat_interleave(group, dim=-1)
+        shifted = torch.ldexp(values.view(torch.float8_e4m3fn).to(torch.float32), lost).to(torch.float8_e4m3fn)
+        code = torch.where(lost < 0, shifted.view(torch.uint8).to(torch.int32), code)
     by_part = _words_of(code, WeightFormat.MXFP8)
-    # Values are 2^-120 too small as bf16 and the row's largest scale is 2^120: what is left is that scale itself.
-    rows = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest - 127)
+    # The row's largest scale stands as 2^7: what is left is that scale and 2^-7.
+    rows = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest - 127) * 2.0**-7
     rows = torch.where(broken, torch.nan, rows)
-    return PackedWeight(WeightFormat.MXFP8, _int16(by_part[..., 0] | by_part[..., 1] << 8), byte.to(torch.uint8), rows)
+    packed = _int16(by_part[..., 0] | by_part[..., 1] << 8)
+    return PackedWeight(WeightFormat.MXFP8, packed, byte.clamp(min=1).to(torch.uint8), rows)
 
 
 def random_packed(form: WeightFormat, *shape: int, scale: float, device: torch.device | str) -> PackedWeight:
@@ -233,6 +247,6 @@ def random_packed(form: WeightFormat, *shape: int, scale: float, device: torch.d
     flat = weight.words.view(torch.uint8)
     flat.random_(0, 0x40)
     flat |= torch.randint_like(flat, 2) << 7
-    weight.scales.random_(245, 248)
-    weight.row_scales.fill_(scale / 0.4)
+    weight.scales.random_(MXFP8_TOP - 2, MXFP8_TOP + 1)
+    weight.row_scales.fill_(scale / 0.4 * 2.0**-7)
     return weight

@@ -1,11 +1,11 @@
-"""16-bit words of quantised weights to bf16 in registers: what kernels call on tiles of a `PackedWeight`.
+"""16-bit words of quantised weights to fp16 in registers: what kernels call on tiles of a `PackedWeight`.
 
 Tiles of words are 16-bit matrices to Triton, so they travel as bf16 tiles do (asynchronous copies, `ldmatrix`, straight
 into a tensor-core operand), and a word's parts are its operands one after the other. The assembly takes two words at a
 time and treats each alone: which two of a tile are a pair is unspecified, so nothing may cross between them.
 
-Without ASM the same steps are done on fp32's upper half, one word at a time: what Triton's interpreter can run, whose
-bf16 arithmetic is wrong.
+Without ASM the same steps are done one word at a time, and the result widened to fp32: what Triton's interpreter can
+run, and its tests compare exactly.
 """
 
 # Functions under triton.jit are written in Triton's types, which mypy does not know.
@@ -23,89 +23,87 @@ NVFP4_WORDS, MXFP8_WORDS = tl.constexpr(GROUP[WeightFormat.NVFP4] // 4), tl.cons
 NVFP4_STEP, NVFP4_BASE = map(tl.constexpr, SCALE_BITS[WeightFormat.NVFP4])
 MXFP8_STEP, MXFP8_BASE = map(tl.constexpr, SCALE_BITS[WeightFormat.MXFP8])
 
-# Two words and the bf16 factor of each are the last two operands. E2M1_PLACES: parts 0 to 2 are one shift away from
-# bf16's places; part 3 gathers what was left over.
+# Two words and the fp16 factor of each are the last two operands. E2M1_PLACES: parts 0 and 1 are one shift away from
+# fp16's places, parts 2 and 3 need one for the sign and one for the rest.
 _NVFP4_ASM = tl.constexpr("""{
 .reg .b32 a, b;
-and.b32 a, $4, 0x81c081c0;
-mul.bf16x2 $0, a, $5;
+and.b32 a, $4, 0x8e008e00;
+mul.rn.f16x2 $0, a, $5;
 shl.b32 a, $4, 3;
-and.b32 a, a, 0x81c081c0;
-mul.bf16x2 $1, a, $5;
-shl.b32 a, $4, 6;
-and.b32 a, a, 0x81c081c0;
-mul.bf16x2 $2, a, $5;
+and.b32 a, a, 0x8e008e00;
+mul.rn.f16x2 $1, a, $5;
 shl.b32 a, $4, 1;
 and.b32 a, a, 0x80008000;
-shr.b32 b, $4, 5;
-and.b32 b, b, 0x01000100;
+shl.b32 b, $4, 6;
+and.b32 b, b, 0x0e000e00;
 or.b32 a, a, b;
-shr.b32 b, $4, 4;
-and.b32 b, b, 0x00c000c0;
+mul.rn.f16x2 $2, a, $5;
+shl.b32 a, $4, 2;
+and.b32 a, a, 0x80008000;
+shl.b32 b, $4, 9;
+and.b32 b, b, 0x0e000e00;
 or.b32 a, a, b;
-mul.bf16x2 $3, a, $5;
+mul.rn.f16x2 $3, a, $5;
 }""")
 _MXFP8_ASM = tl.constexpr("""{
 .reg .b32 a, b;
-shl.b32 a, $2, 8;
-and.b32 a, a, 0x80008000;
-shl.b32 b, $2, 4;
-and.b32 b, b, 0x07f007f0;
-or.b32 a, a, b;
-mul.bf16x2 $0, a, $3;
-and.b32 a, $2, 0x80008000;
-shr.b32 b, $2, 4;
-and.b32 b, b, 0x07f007f0;
-or.b32 a, a, b;
-mul.bf16x2 $1, a, $3;
+.reg .b16 l, h;
+prmt.b32 a, $2, 0, 0x3120;
+mov.b32 {l, h}, a;
+cvt.rn.f16x2.e4m3x2 a, l;
+cvt.rn.f16x2.e4m3x2 b, h;
+mul.rn.f16x2 $0, a, $3;
+mul.rn.f16x2 $1, b, $3;
 }""")
-# The same with both halves of each product as fp32, for products outside the tensor cores: taking halves apart in the
-# compiler costs twice as much.
+# The same with both halves of each product as fp32, for products outside the tensor cores.
 _NVFP4_WIDE_ASM = tl.constexpr("""{
 .reg .b32 a, b;
-and.b32 a, $8, 0x81c081c0;
-mul.bf16x2 a, a, $9;
-shl.b32 $0, a, 16;
-and.b32 $1, a, 0xffff0000;
+.reg .b16 l, h;
+and.b32 a, $8, 0x8e008e00;
+mul.rn.f16x2 a, a, $9;
+mov.b32 {l, h}, a;
+cvt.f32.f16 $0, l;
+cvt.f32.f16 $1, h;
 shl.b32 a, $8, 3;
-and.b32 a, a, 0x81c081c0;
-mul.bf16x2 a, a, $9;
-shl.b32 $2, a, 16;
-and.b32 $3, a, 0xffff0000;
-shl.b32 a, $8, 6;
-and.b32 a, a, 0x81c081c0;
-mul.bf16x2 a, a, $9;
-shl.b32 $4, a, 16;
-and.b32 $5, a, 0xffff0000;
+and.b32 a, a, 0x8e008e00;
+mul.rn.f16x2 a, a, $9;
+mov.b32 {l, h}, a;
+cvt.f32.f16 $2, l;
+cvt.f32.f16 $3, h;
 shl.b32 a, $8, 1;
 and.b32 a, a, 0x80008000;
-shr.b32 b, $8, 5;
-and.b32 b, b, 0x01000100;
+shl.b32 b, $8, 6;
+and.b32 b, b, 0x0e000e00;
 or.b32 a, a, b;
-shr.b32 b, $8, 4;
-and.b32 b, b, 0x00c000c0;
+mul.rn.f16x2 a, a, $9;
+mov.b32 {l, h}, a;
+cvt.f32.f16 $4, l;
+cvt.f32.f16 $5, h;
+shl.b32 a, $8, 2;
+and.b32 a, a, 0x80008000;
+shl.b32 b, $8, 9;
+and.b32 b, b, 0x0e000e00;
 or.b32 a, a, b;
-mul.bf16x2 a, a, $9;
-shl.b32 $6, a, 16;
-and.b32 $7, a, 0xffff0000;
+mul.rn.f16x2 a, a, $9;
+mov.b32 {l, h}, a;
+cvt.f32.f16 $6, l;
+cvt.f32.f16 $7, h;
 }""")
 _MXFP8_WIDE_ASM = tl.constexpr("""{
 .reg .b32 a, b;
-shl.b32 a, $4, 8;
-and.b32 a, a, 0x80008000;
-shl.b32 b, $4, 4;
-and.b32 b, b, 0x07f007f0;
-or.b32 a, a, b;
-mul.bf16x2 a, a, $5;
-shl.b32 $0, a, 16;
-and.b32 $1, a, 0xffff0000;
-and.b32 a, $4, 0x80008000;
-shr.b32 b, $4, 4;
-and.b32 b, b, 0x07f007f0;
-or.b32 a, a, b;
-mul.bf16x2 a, a, $5;
-shl.b32 $2, a, 16;
-and.b32 $3, a, 0xffff0000;
+.reg .b16 l, h;
+prmt.b32 a, $4, 0, 0x3120;
+mov.b32 {l, h}, a;
+cvt.rn.f16x2.e4m3x2 a, l;
+cvt.rn.f16x2.e4m3x2 b, h;
+mul.rn.f16x2 a, a, $5;
+mov.b32 {l, h}, a;
+cvt.f32.f16 $0, l;
+cvt.f32.f16 $1, h;
+mul.rn.f16x2 b, b, $5;
+mov.b32 {l, h}, b;
+cvt.f32.f16 $2, l;
+cvt.f32.f16 $3, h;
 }""")
 
 
@@ -113,27 +111,28 @@ ASSEMBLY = {
     WeightFormat.NVFP4: (_NVFP4_ASM.value, _NVFP4_WIDE_ASM.value),
     WeightFormat.MXFP8: (_MXFP8_ASM.value, _MXFP8_WIDE_ASM.value),
 }
-"""Texts that give bf16 and fp32, for tests."""
+"""Texts that give fp16 and fp32, for tests."""
 
 
 @triton.jit
 def _wide(bits, factor):
-    return (bits << 16).to(tl.float32, bitcast=True) * factor
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * factor
 
 
 @triton.jit
 def _nvfp4_wide(words, factor):
     w = words.to(tl.int32)
-    rest = ((w << 1) & 0x8000) | ((w >> 5) & 0x0100) | ((w >> 4) & 0x00C0)
-    first, second, third = _wide(w & 0x81C0, factor), _wide((w << 3) & 0x81C0, factor), _wide((w << 6) & 0x81C0, factor)
-    return first, second, third, _wide(rest, factor)
+    third = ((w << 1) & 0x8000) | ((w << 6) & 0x0E00)
+    fourth = ((w << 2) & 0x8000) | ((w << 9) & 0x0E00)
+    first, second = _wide(w & 0x8E00, factor), _wide((w << 3) & 0x8E00, factor)
+    return first, second, _wide(third, factor), _wide(fourth, factor)
 
 
 @triton.jit
 def _mxfp8_wide(words, factor):
-    w = words.to(tl.int32)
-    low, high = ((w << 8) & 0x8000) | ((w << 4) & 0x07F0), (w & 0x8000) | ((w >> 4) & 0x07F0)
-    return _wide(low, factor), _wide(high, factor)
+    low, high = (words & 0xFF).to(tl.uint8), ((words >> 8) & 0xFF).to(tl.uint8)
+    first = low.to(tl.float8e4nv, bitcast=True).to(tl.float32) * factor
+    return first, high.to(tl.float8e4nv, bitcast=True).to(tl.float32) * factor
 
 
 @triton.jit
@@ -144,7 +143,7 @@ def _nvfp4_pairs(words, factor, WIDE: tl.constexpr):
             _NVFP4_WIDE_ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [words, factor], wide, is_pure=True, pack=2
         )
     else:
-        form: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        form: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
         return tl.inline_asm_elementwise(_NVFP4_ASM, "=&r,=&r,=&r,=&r,r,r", [words, factor], form, is_pure=True, pack=2)
 
 
@@ -156,17 +155,16 @@ def _mxfp8_pairs(words, factor, WIDE: tl.constexpr):
             _MXFP8_WIDE_ASM, "=&r,=&r,=&r,=&r,r,r", [words, factor], wide, is_pure=True, pack=2
         )
     else:
-        form: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+        form: tl.constexpr = (tl.float16, tl.float16)
         return tl.inline_asm_elementwise(_MXFP8_ASM, "=&r,=&r,r,r", [words, factor], form, is_pure=True, pack=2)
 
 
 @triton.jit
 def _factors(words, scales, PER: tl.constexpr, STEP: tl.constexpr, BASE: tl.constexpr, ASM: tl.constexpr):
     """The factor of each word, from the bytes of groups of PER words."""
-    if ASM:
-        factor = (scales.to(tl.int16) * STEP + BASE).to(tl.bfloat16, bitcast=True)
-    else:
-        factor = ((scales.to(tl.int32) * STEP + BASE) << 16).to(tl.float32, bitcast=True)
+    factor = (scales.to(tl.int16) * STEP + BASE).to(tl.float16, bitcast=True)
+    if not ASM:
+        factor = factor.to(tl.float32)
     wide = tl.expand_dims(factor, -1)
     if len(words.shape) == 3:
         wide = tl.broadcast_to(wide, (scales.shape[0], scales.shape[1], scales.shape[2], PER))
@@ -179,7 +177,7 @@ def _factors(words, scales, PER: tl.constexpr, STEP: tl.constexpr, BASE: tl.cons
 def decode(words, scales, PARTS: tl.constexpr, ASM: tl.constexpr, WIDE: tl.constexpr = False):
     """Weights of a tile without their row factors: a tuple of PARTS tiles in the shape of `words`.
 
-    They are bf16 where ASM and not WIDE, else fp32, but for plain weights, which are what they are.
+    They are fp16 where ASM and not WIDE, else fp32, but for plain weights, which are what they are.
 
     words int16 [..., W] and scales uint8 [..., W / words of a group], two or three dimensions; with PARTS 1 the words
     are the weights and scales are not read.

@@ -12,9 +12,9 @@ hashed from (seed, position, i).
 Top-k and top-p need no sort. The tokens of a row are compared by an integer key of their logit; bisection finds the
 largest interval of keys above which tokens are too few, or too light, and the interval's own tokens come in order of
 their ids. Usually the parts' likeliest tokens are enough, and the search stays in registers. Where they are not (a flat
-distribution), the winner of the race among all tokens is tried first: if it is one of those that truncation leaves,
-which one pass over the row tells, it is the winner among those too. If not, the next ones are tried; and if none of
-them is left, every round of the search is a pass over the row.
+distribution), the row's program runs the race among all tokens and tries the winner first: if it is one of those that
+truncation leaves, which one more pass over the row tells, it is the winner among those too. If not, the next ones are
+tried; and if none of them is left, every round of the search is a pass over the row.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def sample_rows(
         raise ValueError("a grammar's bitmask needs full sampling")
     more = {"FULL": full, "PARTS": plan.parts, "WIDTH": plan.width, "PDL": pdl, **launch_options(pdl)}
     buffers = (
-        scratch.floats, scratch.indices, scratch.values, scratch.ids, scratch.race_scores, scratch.race_ids,
-        scratch.race_values, scratch.adjusted, scratch.top_values, scratch.top_ids,
+        scratch.floats, scratch.indices, scratch.values, scratch.ids, scratch.adjusted, scratch.top_values,
+        scratch.top_ids,
     )  # fmt: skip
     sample_parts[(plan.parts, samples)](
         logits, rows, positions, table.params, table.stop_ids, table.bias_ids, table.bias_values, table.penalties,

@@ -33,7 +33,6 @@ PENALTY_SLOT = tl.constexpr(table_words.PENALTY_SLOT)
 LOGPROBS = tl.constexpr(table_words.LOGPROBS)
 COUNT_BITS = tl.constexpr(table_words.IN_PROMPT - 1)
 FIELDS = tl.constexpr(table_words.FIELDS)
-RACERS = tl.constexpr(table_words.RACERS)
 # Fields of a part: the largest adjusted logit; the best score of the race relative to it; the weight of its tokens
 # relative to it; the logit from which its candidates are complete; the largest raw logit (NaN if any is NaN) and the
 # sum of exp(raw - largest).

@@ -18,7 +18,6 @@ from longturn.kernels.sampling_common import (
     MIN_P,
     NONE,
     PENALTY_SLOT,
-    RACERS,
     RAW_SUM,
     RAW_TOP,
     TEMPERATURE,
@@ -31,13 +30,13 @@ from longturn.kernels.sampling_common import (
     row_number,
     row_word,
 )
-from longturn.kernels.sampling_search import first_survivor, truncated
+from longturn.kernels.sampling_search import first_survivor, race_of_row, truncated
 
 
 @triton.jit
 def finish_rows(
-    logits, rows, positions, words, penalties, vocab, floats, indices, values, candidates, race_scores, race_ids,
-    race_values, adjusted, top_values, top_ids, tokens, last_tokens, logprobs, out_ids, out_logprobs,
+    logits, rows, positions, words, penalties, vocab, floats, indices, values, candidates, adjusted,
+    top_values, top_ids, tokens, last_tokens, logprobs, out_ids, out_logprobs,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEEDS: tl.constexpr, FULL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -101,16 +100,9 @@ def finish_rows(
                 )  # fmt: skip
             else:
                 if (top_k == 0) | (top_p >= 1.0):
-                    racer = tl.arange(0, PARTS * RACERS)
-                    named_at = sample * PARTS * RACERS + racer
-                    top_at = floats + (sample * FIELDS + TOP) * PARTS + racer // RACERS
-                    part_top = tl.load(top_at, cache_modifier=FRESH)
-                    score = tl.load(race_scores + named_at, cache_modifier=FRESH) + (part_top - top) * inverse
-                    # Tokens that a part does not name come after its last.
-                    bound = tl.max(tl.where(racer % RACERS == RACERS - 1, score, float("-inf")), axis=0)
-                    named = tl.load(race_ids + named_at, cache_modifier=FRESH)
-                    named_value = tl.load(race_values + named_at, cache_modifier=FRESH)
-                    score = tl.where(named_value >= floor, score, float("-inf"))
+                    score, named, named_value, bound = race_of_row(
+                        row_values, vocab, floor, top, inverse, first, second, BLOCK // 2
+                    )
                     index = first_survivor(
                         score, named, named_value, bound, row_values, vocab, top, total, top_k, top_p, inverse, BLOCK
                     )

@@ -23,7 +23,6 @@ from longturn.kernels.sampling_common import (
     NONE,
     PENALTY_SLOT,
     PRESENCE,
-    RACERS,
     RAW_SUM,
     RAW_TOP,
     REPETITION,
@@ -81,7 +80,7 @@ def _adjust(
 @triton.jit
 def sample_parts(
     logits, rows, positions, words, stop_ids, bias_ids, bias_values, penalties, bitmask, vocab, bitmask_words,
-    floats, indices, values, candidates, race_scores, race_ids, race_values, adjusted, top_values, top_ids,
+    floats, indices, values, candidates, adjusted, top_values, top_ids,
     PARTS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
     FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -143,16 +142,6 @@ def sample_parts(
         tl.store(candidates + to, ids, mask=keep)
         tl.store(fields + CUT * PARTS, cut)
         tl.store(counts + PARTS, tl.sum(keep.to(tl.int32), axis=0))
-        low, high = random_stream(words, row, position)
-        score = relative - log_exponential(ids, low, high)
-        for n in tl.static_range(RACERS):
-            best = tl.max(score, axis=0)
-            which = tl.min(tl.where((score == best) & ok, ids, NONE), axis=0)
-            racer = (sample * PARTS + part) * RACERS + n
-            tl.store(race_scores + racer, best)
-            tl.store(race_ids + racer, which)
-            tl.store(race_values + racer, tl.max(tl.where(ids == which, value, float("-inf")), axis=0))
-            score = tl.where(ids == which, float("-inf"), score)
     else:
         score = relative
         if temperature > 0.0:

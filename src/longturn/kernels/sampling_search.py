@@ -59,6 +59,27 @@ def _before(row_values, vocab, key_a, id_a, key_b, id_b, top, inverse, BLOCK: tl
 
 
 @triton.jit
+def race_of_row(row_values, vocab, floor, top, inverse, first, second, BLOCK: tl.constexpr):
+    """The race among all tokens of a row of at least `floor`: scores, ids and logits [BLOCK] of the best token of every
+    BLOCK-th, and the score above which no other token comes."""
+    score = tl.full([BLOCK], float("-inf"), tl.float32)
+    others = tl.full([BLOCK], float("-inf"), tl.float32)
+    values = tl.full([BLOCK], float("-inf"), tl.float32)
+    ids = tl.full([BLOCK], NONE, tl.int32)
+    for start in tl.range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(row_values + at, mask=at < vocab, other=float("-inf"), cache_modifier=FRESH)
+        new = (value - top) * inverse - log_exponential(at, first, second)
+        new = tl.where((value >= floor) & (value > float("-inf")), new, float("-inf"))
+        better = new > score
+        others = tl.maximum(others, tl.minimum(new, score))
+        score = tl.where(better, new, score)
+        values = tl.where(better, value, values)
+        ids = tl.where(better, at, ids)
+    return score, ids, values, tl.max(others, axis=0)
+
+
+@triton.jit
 def _next_racer(score, ids, values):
     """The best of the race: its score, id and key; and the scores without it."""
     best = tl.max(score, axis=0)

@@ -72,9 +72,11 @@ class SamplePlan:
     """Tokens a pass over the whole row takes at a time."""
 
     @staticmethod
-    def default(samples: int) -> SamplePlan:
-        """A plan for `samples` rows, measured in docs/performance.md."""
-        return SamplePlan(warps=8 if samples <= 4 else 4)
+    def default(samples: int, full: bool = True) -> SamplePlan:
+        """A plan for `samples` rows and `full` of `sample_rows`, as measured at 1, 8 and 64 (docs/performance.md)."""
+        if samples <= 4 or not full:
+            return SamplePlan(parts=128, width=32, warps=4)
+        return SamplePlan(warps=4)
 
     def tile(self, vocab: int) -> int:
         """Tokens of one program, a power of two."""
@@ -86,8 +88,6 @@ RUN = 16
 """Neighbouring tokens that one program takes; the next 16 are the next program's. Likely tokens have low ids, and so
 spread over all programs."""
 FIELDS = 6
-RACERS = 4
-"""Tokens that a part names as the first of its race, for rows that truncate."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,6 @@ class SampleScratch:
     """fp32 [S, parts, width] logits of candidates, and their ids."""
     ids: Tensor
     """int32 [S, parts, width]."""
-    race_scores: Tensor
-    """fp32 [S, parts, RACERS] best scores of the race in a part, relative to its largest logit, descending; and their
-    tokens and logits."""
-    race_ids: Tensor
-    """int32 [S, parts, RACERS]."""
-    race_values: Tensor
-    """fp32 [S, parts, RACERS]."""
     adjusted: Tensor
     """fp32 [S, vocab]: logits after penalties, of rows that truncate."""
     top_values: Tensor
@@ -128,8 +121,7 @@ class SampleScratch:
 
         return SampleScratch(
             floats(FIELDS, plan.parts), ints(2, plan.parts), floats(plan.parts, plan.width),
-            ints(plan.parts, plan.width), floats(plan.parts, RACERS), ints(plan.parts, RACERS),
-            floats(plan.parts, RACERS), floats(vocab), floats(plan.parts, 32), ints(plan.parts, 32),
+            ints(plan.parts, plan.width), floats(vocab), floats(plan.parts, 32), ints(plan.parts, 32),
         )  # fmt: skip
 
 

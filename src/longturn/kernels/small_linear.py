@@ -7,7 +7,8 @@ reads whole rows of x anyway, so the sum of squares is free, and its root divide
 more tokens, which are the M side of a tensor-core tile; there the fold costs more than a launch, since x then passes
 through registers on its way to shared memory. `_row_tiles` has the weights on that side instead, which is what
 quantised ones need: they pass through registers anyway. `_row_slices` is for plain matrices of few rows, where one
-tile a multiprocessor leaves its warps little to do.
+tile a multiprocessor leaves its warps little to do. Plain matrices that fit on the chip go to linear_ahead.py on a
+Hopper card.
 """
 
 # Functions under triton.jit are written in Triton's types, which mypy does not know.
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from longturn.kernels.dependent import FRESH, launch_options, wait_then_release
+from longturn.kernels.linear_ahead import AheadPlan, ahead_pays, ahead_plan, linear_ahead
 from longturn.kernels.norm import add_norm
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
 from longturn.kernels.packed_weights_decode import decode, load_scales, part_columns
@@ -112,7 +115,7 @@ def rows_dot(
     """Rows `row` (int64 [R]) of a quantised matrix times rows `token` (int64 [T]) of x [*, K]: fp32 [R, T].
 
     Weights are the M side of the tensor-core tile: they go from shared memory through registers, where their codes
-    become bf16, into the product, each once; x is the side that stays in shared memory.
+    become fp16, into the product, each once; x is the side that stays in shared memory, if it is fp16 (`as_operand`).
     """
     W: tl.constexpr = BLOCK_K // PARTS
     word = tl.arange(0, W)
@@ -125,7 +128,7 @@ def rows_dot(
         parts = decode(tile, load_scales(scales, row, k, row_ok, W, PARTS, K), PARTS, ASM)
         for j in tl.static_range(PARTS):
             value = tl.load(x_row + (k + part_columns(word, j, PARTS))[None, :], mask=ok[:, None], other=0.0)
-            total = tl.dot(parts[j], tl.trans(value), total, input_precision="ieee")
+            total = tl.dot(parts[j], tl.trans(value.to(parts[j].dtype)), total, input_precision="ieee")
     return total * factor[:, None]
 
 
@@ -204,7 +207,8 @@ def _dot(
 class LinearPlan:
     """Rows of W and columns of a tile, warps, stages; 0 leaves it to shape and format. `gemv_tokens` is the register
     kernel's limit. Above it quantised weights use `tile_*`, plain ones `dot_*`, or 16 rows and a slice of columns a
-    warp with `slices`."""
+    warp with `slices`. Fewer than four warps give up warp-group products, which take 64 rows at least and make four
+    warps wait for each other."""
 
     rows: int = 0
     warps: int = 4
@@ -214,9 +218,16 @@ class LinearPlan:
     dot_stages: int = 0
     gemv_tokens: int = 1
     tile_rows: int = 64
-    tile_block: int = 256
+    tile_block: int = 0
     tile_stages: int = 3
     slices: bool = False
+    ahead: bool | None = None
+    """Whether weights wait in shared memory (linear_ahead.py) where they can; None leaves it to what was measured."""
+
+    @staticmethod
+    def before_attention(tokens: int, max_blocks: int) -> LinearPlan:
+        """For the projection before sparse attention over up to so many blocks."""
+        return LinearPlan(ahead=True if tokens == 1 and max_blocks <= 64 else None)
 
 
 def small_linear(
@@ -226,11 +237,13 @@ def small_linear(
 ) -> None:  # fmt: skip
     """out = residual + weight @ norm(x), into `out` [T, N] (fp32 or bf16); products accumulate in fp32.
 
-    x [T, K] contiguous (bf16 on a GPU where the weight is quantised) and weight [N, K], a contiguous tensor or packed;
+    x [T, K] contiguous (bf16 or fp16 on a GPU where the weight is quantised) and weight [N, K], contiguous or packed;
     norm_weight [K] applies Gemma's normalisation to x first; residual [T, N] may be `out` itself. Up to
     `plan.gemv_tokens` tokens, or all if `exact`, use the register kernel, which rounds nothing between norm and
     product (a router needs that: fp32 weights on tensor cores are tf32). Above it, x is normalised by a launch of its
-    own into `normed` [T, K] of the weight's type (bf16 for quantised weights).
+    own into `normed` [T, K] of the weight's type (bf16 for quantised weights, which write fp16 there). fp16 x that was
+    never bf16 is what quantised weights take without a conversion in every program. Where `normed` is given and a
+    quantised row is longer than a register tile, one token takes that way too.
     """
     plan = plan or LinearPlan()
     tokens, width = x.shape
@@ -241,7 +254,12 @@ def small_linear(
     residual_arg = x if residual is None else residual
     flags = {"RESIDUAL": residual is not None, "PDL": pdl, **launch_options(pdl)}
     form = {"PARTS": int(w.format), "ASM": w.words.is_cuda}
-    if tokens <= plan.gemv_tokens or exact:
+    if tokens == 1 and not exact and (ahead := _ahead(plan, x, w, norm_weight is not None)) is not None:
+        linear_ahead(x, w.words, out, norm_weight, residual, eps, ahead, flags)
+        return
+    # Long quantised rows decode faster inside the tensor cores, and folding the norm costs more than its own launch.
+    short = plain or packed_block(width, w) == width or (norm_weight is not None and normed is None)
+    if exact or (tokens <= plan.gemv_tokens and short):
         rows = plan.rows or (4 if plain else 8)
         _gemv[(triton.cdiv(n, rows), tokens)](
             x, x if norm_weight is None else norm_weight, w.words, w.scales, w.row_scales, residual_arg, out, n, eps,
@@ -252,13 +270,23 @@ def small_linear(
     if norm_weight is not None:
         if normed is None:
             raise ValueError("small_linear needs `normed` above plan.gemv_tokens tokens")
+        normed = normed if plain else as_operand(normed)
         add_norm(x, norm_weight, normed, eps=eps, pdl=pdl)
         x = normed
+    if (ahead := _ahead(plan, x, w, norm=False)) is not None:
+        linear_ahead(x, w.words, out, None, residual, eps, ahead, flags)
+        return
     block_m = 16 if tokens <= 16 else 32
     if not plain:
+        if tokens <= 8 and plan.warps < 4:
+            block_m = 8  # what the tensor cores take where they are not driven by groups of four warps
+        # With one program a multiprocessor or fewer, it takes longer rows to have enough bytes in flight. If x has to
+        # be converted, there are no registers for them.
+        few = triton.cdiv(n, plan.tile_rows) <= 132 and tokens <= 16 and x.dtype == torch.float16
+        block = plan.tile_block or (512 if few else 256)
         _row_tiles[(triton.cdiv(n, plan.tile_rows), triton.cdiv(tokens, block_m))](
             x, w.words, w.scales, w.row_scales, residual_arg, out, tokens, n,
-            K=width, BLOCK_K=largest_power_of_two(width, plan.tile_block), ROWS=plan.tile_rows, TOKENS=block_m,
+            K=width, BLOCK_K=largest_power_of_two(width, block), ROWS=plan.tile_rows, TOKENS=block_m,
             STAGES=plan.tile_stages, num_warps=plan.warps, **form, **flags,
         )  # fmt: skip
         return
@@ -277,6 +305,18 @@ def small_linear(
         K=width, BLOCK_K=largest_power_of_two(width, plan.dot_block), ROWS=dot_rows, TOKENS=block_m,
         STAGES=plan.dot_stages or (5 if small and tokens <= 16 else 3), num_warps=plan.warps, **flags,
     )  # fmt: skip
+
+
+def as_operand(buffer: Tensor) -> Tensor:
+    """The same memory in the type that decoded weights are multiplied by: fp16 where the buffer is bf16."""
+    return buffer.view(torch.float16) if buffer.dtype == torch.bfloat16 else buffer
+
+
+def _ahead(plan: LinearPlan, x: Tensor, weight: PackedWeight, norm: bool) -> AheadPlan | None:
+    if plan.ahead is False or weight.format is not WeightFormat.PLAIN or (plan.slices and plan.ahead is None):
+        return None
+    held = ahead_plan(x, weight.words, norm)
+    return held if held is not None and (plan.ahead or ahead_pays(x.shape[0], held)) else None
 
 
 def row_block(width: int) -> int:

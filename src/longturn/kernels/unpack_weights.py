@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longturn.kernels.dependent import launch_options, wait_then_release
 from longturn.kernels.packed_weights import GROUP, PackedWeight, WeightFormat
-from longturn.kernels.packed_weights_decode import decode, load_scales, part_columns
+from longturn.kernels.packed_weights_decode import MXFP8_WORDS, NVFP4_WORDS, decode, load_scales
 
 _ROWS = 8
 _MOST_COLUMNS = 1024
@@ -35,10 +35,30 @@ def _unpack(
     parts = decode(tile, scale, PARTS, ASM)
     # `out` is scratch that the kernels before still read.
     wait_then_release(PDL)
-    for j in tl.static_range(PARTS):
-        value = parts[j].to(tl.float32) * factor[:, None]
-        to = out + row[:, None] * K + (start + part_columns(word, j, PARTS))[None, :]
-        tl.store(to, value.to(out.dtype.element_ty), mask=ok[:, None])
+    to = out + row[:, None] * K + (start + tl.arange(0, COLUMNS))[None, :]
+    tl.store(to, _in_order(parts, factor, out.dtype.element_ty, ROWS, COLUMNS, PARTS), mask=ok[:, None])
+
+
+@triton.jit
+def _in_order(
+    parts, factor, FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """The values [ROWS, COLUMNS] of a tile's decoded parts, times a factor for each row.
+
+    A group's words hold its values part by part. Stored so, NVFP4 would be written in pieces of 8 bytes: 1,005 us where
+    a mini60 layer's bytes need 234.
+    """
+    first = (parts[0].to(tl.float32) * factor[:, None]).to(FORM)
+    second = (parts[1].to(tl.float32) * factor[:, None]).to(FORM)
+    both = tl.join(first, second)
+    if PARTS == 4:
+        third = (parts[2].to(tl.float32) * factor[:, None]).to(FORM)
+        fourth = (parts[3].to(tl.float32) * factor[:, None]).to(FORM)
+        every = tl.reshape(tl.join(both, tl.join(third, fourth)), [ROWS, COLUMNS // 16, NVFP4_WORDS, 2, 2])
+        return tl.reshape(tl.permute(every, [0, 1, 4, 3, 2]), [ROWS, COLUMNS])
+    else:
+        every = tl.reshape(both, [ROWS, COLUMNS // 32, MXFP8_WORDS, 2])
+        return tl.reshape(tl.permute(every, [0, 1, 3, 2]), [ROWS, COLUMNS])
 
 
 def unpack(weight: PackedWeight, out: Tensor, *, pdl: bool = False) -> None:

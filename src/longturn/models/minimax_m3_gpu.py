@@ -1,13 +1,14 @@
 """MiniMax-M3 on a GPU: the decode step and the step of many tokens as chains of Triton kernels.
 
-Decode kernels read quantised weights as they are; the kernels for many tokens read plain ones, so that such a step
-unpacks a layer's weights into scratch first. Scratch is allocated where it is used: inside a captured graph that is
-the graphs' one memory pool, where all graphs share it.
+Decode kernels read quantised weights as they are, and so do experts of up to some hundred tokens; other products of
+many tokens read plain weights, so that such a step unpacks a layer's into scratch first. Scratch is allocated where it
+is used: inside a captured graph that is the graphs' one memory pool, where all graphs share it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import copy
+from dataclasses import asdict, dataclass
 from math import prod
 
 import torch
@@ -18,20 +19,23 @@ from longturn.kernels.dense_attention import DensePlan, DenseScratch, DenseShape
 from longturn.kernels.linear_many import add_project_many, project_many
 from longturn.kernels.many_tokens import ManyTokens
 from longturn.kernels.moe_few import MoeScratch, moe_few_tokens
-from longturn.kernels.moe_many import MoeManyScratch, moe_many_tokens
-from longturn.kernels.moe_one import moe_one_token
+from longturn.kernels.moe_many import MoeManyScratch, moe_many_tokens, reads_packed
+from longturn.kernels.moe_one import moe_one_token, pays_at_one_token
 from longturn.kernels.msa_decode import msa_decode
-from longturn.kernels.msa_many import MsaManyPlan, MsaManyScratch, msa_many_tokens
-from longturn.kernels.msa_plan import DecodeRows, MsaPlan, MsaScratch, MsaShape
+from longturn.kernels.msa_many import MsaManyScratch, msa_many_tokens
+from longturn.kernels.msa_plan import DecodeRows, MsaScratch, MsaShape
 from longturn.kernels.packed_weights import PackedWeight
-from longturn.kernels.pages import PageLayout
-from longturn.kernels.small_linear import LinearPlan, small_linear
+from longturn.kernels.pages import KvFormat, PageLayout
+from longturn.kernels.sampling_table import SamplePlan
+from longturn.kernels.small_linear import small_linear
 from longturn.kernels.step_edges import begin_step
 from longturn.kernels.unpack_weights import unpack
 from longturn.models.base import KVSpec
 from longturn.models.minimax_m3_config import MiniMaxM3Config
 from longturn.models.minimax_m3_gpu_limits import LARGEST_BATCH
-from longturn.models.minimax_m3_gpu_weights import GpuLayer, GpuWeights, Weight
+from longturn.models.minimax_m3_gpu_plans import GpuPlans, ModelPlans
+from longturn.models.minimax_m3_gpu_weights import FeedForward, GpuLayer, GpuWeights, Weight
+from longturn.ops.kv_lane import FP8
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class _Pages(PageLayout):
     """Pages in which layers with dense attention have no index key, so that layers differ in extent."""
 
     starts: tuple[int, ...] = ()
-    """Element at which each layer begins."""
+    """Where each layer begins, in the layout's unit."""
     stride: int = 0
 
     @property
@@ -50,18 +54,16 @@ class _Pages(PageLayout):
         return self.starts[layer]
 
     def value_offset(self, layer: int) -> int:
-        return self.starts[layer] + self.kv_lane
+        return self.starts[layer] + self.kv_lane + self.scale_lane
 
     def index_offset(self, layer: int) -> int:
-        return self.starts[layer] + 2 * self.kv_lane
+        return self.starts[layer] + 2 * (self.kv_lane + self.scale_lane)
 
 
-@dataclass(frozen=True)
-class GpuPlans:
-    """How the kernels deal out their work, where that is not worked out from a step's shape."""
-
-    linear: LinearPlan = field(default_factory=LinearPlan)
-    head: LinearPlan = field(default_factory=LinearPlan)
+def warm_layers(c: MiniMaxM3Config) -> int:
+    """First layers in which every kind of layer is found."""
+    kinds = list(zip(c.sparse_layers, c.moe_layers, strict=True))
+    return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 
 class MiniMaxM3Gpu:
@@ -70,9 +72,9 @@ class MiniMaxM3Gpu:
     def __init__(self, weights: GpuWeights, pages: int, plans: GpuPlans | None = None) -> None:
         """
         Args:
-            weights: on the device, bf16 where they are plain (fp32 for the interpreter); the cache has their type.
+            weights: on the device, bf16 where they are plain (fp32 for the interpreter); so is the cache.
             pages: of the pool, the null page counted.
-            plans: how kernels deal out their work; what is best on an H200 if None.
+            plans: how kernels deal out their work; as they choose themselves if None.
         """
         c = weights.config
         self.config = c
@@ -83,16 +85,22 @@ class MiniMaxM3Gpu:
         self.pages = pages
         self.page_bytes = weights.kv.page_bytes
         self.largest_batch = LARGEST_BATCH
-        kinds = list(zip(c.sparse_layers, c.moe_layers, strict=True))
-        self.warm_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
+        self.warm_layers = warm_layers(c)
         self.layout = _page_layout(c, weights.kv, self.dtype)
-        self.cache = weights.kv.allocate(pages, self.device).view(self.dtype)
+        pool = weights.kv.allocate(pages, self.device)
+        self.cache = pool if self.layout.in_bytes else pool.view(self.dtype)
         self._weights = weights
-        self._plans = plans or GpuPlans()
-        self._pdl = self.device.type == "cuda"
+        self.plans = ModelPlans(weights, self.layout, plans)
+        self._pdl = self.device.type != "cpu"  # `meta` stands for a GPU
         self._inv_freq = c.rope.inv_freq.to(self.device)
         self._layers = weights.layers
         self._dense = None if all(c.sparse_layers) else DenseShape(c.heads, self.layout, c.rope.rotary_dim, c.norm_eps)
+
+    def with_plans(self, plans: GpuPlans) -> MiniMaxM3Gpu:
+        """This model, weights and cache, with other plans."""
+        other = copy.copy(self)
+        other.plans = ModelPlans(self._weights, self.layout, plans)
+        return other
 
     # --- decode -----------------------------------------------------------------------------------------------------
 
@@ -106,9 +114,10 @@ class MiniMaxM3Gpu:
         pages; `layers` computes only so many, for what is thrown away.
         """
         c, slots = self.config, tokens.shape[0]
-        shape = self._shape(max_blocks)
-        plan = MsaPlan.default(slots, max_blocks)
-        plan = replace(plan, splits=min(plan.splits, c.selection.top))
+        shape, plans = self._shape(max_blocks), self.plans
+        plan = plans.msa(slots, max_blocks)
+        project, out_of = plans.projection(slots, max_blocks), plans.out(slots)
+        experts, one = plans.moe_few(slots), plans.moe_one()
         rows = DecodeRows(positions, page_table, self._fp32(slots, c.head_dim), self._fp32(slots, c.head_dim))
         scratch = MsaScratch.allocate(slots, shape, plan, self.device)
         moe = MoeScratch.allocate(slots, c.experts, c.top_experts, c.hidden, c.expert_ffn, x, c.dense_ffn)
@@ -116,18 +125,23 @@ class MiniMaxM3Gpu:
         attention = x.new_empty(slots, c.q_width)
         logits = self._fp32(c.experts)
         hidden = self._fp32(max((c.top_experts + 1) * c.expert_ffn, c.dense_ffn))
-        pdl, eps, form, linear = self._pdl, c.norm_eps, c.activation, self._plans.linear
+        pdl, eps, form = self._pdl, c.norm_eps, c.activation
         dense = self._dense
         if dense is not None:
             dense_plan = DensePlan.decode(slots, dense)
             dense_scratch = DenseScratch.allocate(slots, dense_plan.splits, dense, x)
         begin_step(tokens, positions, self._weights.embedding, self._inv_freq, x, rows.cos, rows.sin, pdl=pdl)
+        normed = False  # whether the layer before left norm(x) in moe.normed
         for index, layer in enumerate(self._layers[:layers]):
             width = layer.projection.shape[0]
             qkv = projected[: slots * width].view(slots, width)
-            small_linear(
-                x, layer.projection, qkv, norm_weight=layer.input_norm, normed=moe.normed, eps=eps, plan=linear, pdl=pdl
-            )
+            if normed:
+                small_linear(moe.normed, layer.projection, qkv, plan=project, pdl=pdl)
+            else:
+                small_linear(
+                    x, layer.projection, qkv, norm_weight=layer.input_norm, normed=moe.normed, eps=eps, plan=project,
+                    pdl=pdl,
+                )  # fmt: skip
             if layer.heads is not None:
                 msa_decode(qkv, rows, layer.heads, self.cache, index, attention, shape, plan, scratch, pdl=pdl)
             elif dense is not None:
@@ -135,16 +149,22 @@ class MiniMaxM3Gpu:
                     qkv, rows, layer.head_norms, self.cache, index, attention, dense, dense_plan, dense_scratch,
                     pdl=pdl,
                 )  # fmt: skip
-            small_linear(attention, layer.out, x, residual=x, plan=linear, pdl=pdl)
-            if slots == 1:
+            small_linear(attention, layer.out, x, residual=x, plan=out_of, pdl=pdl)
+            # After the last layer the norm is of no use, but another kernel without it would have to be compiled.
+            following = self._layers[min(index + 1, len(self._layers) - 1)]
+            normed = False
+            if slots == 1 and pays_at_one_token(layer.feed_forward[3]):
                 moe_one_token(
                     x, *layer.feed_forward, logits, hidden, top_experts=layer.top, scaling_factor=c.routed_scale,
-                    alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, pdl=pdl,
+                    alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, plan=one if layer.top else None,
+                    release_first=project.ahead is True, pdl=pdl,
                 )  # fmt: skip
             else:
+                normed = isinstance(following.projection, Tensor)
                 moe_few_tokens(
                     x, positions, *layer.feed_forward, moe, top_experts=layer.top, scaling_factor=c.routed_scale,
-                    alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, pdl=pdl,
+                    alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, plan=experts if layer.top else None,
+                    next_norm=following.input_norm if normed else None, pdl=pdl,
                 )  # fmt: skip
 
     # --- many tokens ------------------------------------------------------------------------------------------------
@@ -158,7 +178,7 @@ class MiniMaxM3Gpu:
         shape = self._shape(max_blocks)
         # Plans are constants of the kernels: one for all sizes up to a power of two compiles them less often.
         rounded = 1 << (count - 1).bit_length()
-        plan = MsaManyPlan.default(shape)
+        plan, experts = self.plans.msa_many(count, shape), self.plans.moe_many(count)
         scratch = MsaManyScratch.allocate(count, self.pages, shape, plan, x)
         cos, sin = self._fp32(count, c.head_dim), self._fp32(count, c.head_dim)
         step = ManyTokens(positions, rows, page_table, tiles, cos, sin)
@@ -171,7 +191,7 @@ class MiniMaxM3Gpu:
             attention.zero_()  # dense attention leaves padding as it is, and later kernels read every row
             dense_plan = DensePlan.many(rounded, dense)
             dense_scratch = DenseScratch.allocate(count, dense_plan.splits, dense, x)
-        plain = _Plain(self._layers, x, pdl)
+        plain = _Plain(self._layers, x, pdl, experts=not reads_packed(count, c.experts, c.top_experts))
         begin_step(tokens, positions, self._weights.embedding, self._inv_freq, x, cos, sin, pdl=pdl)
         for index, packed in enumerate(self._layers[:layers]):
             layer = plain.layer(packed)
@@ -188,7 +208,8 @@ class MiniMaxM3Gpu:
             add_project_many(x, attention, layer.out)
             moe_many_tokens(
                 x, positions, *layer.feed_forward, moe, top_experts=packed.top, scaling_factor=c.routed_scale,
-                alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, pdl=pdl,
+                alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, plan=experts if packed.top else None,
+                pdl=pdl,
             )  # fmt: skip
 
     # --- pages ------------------------------------------------------------------------------------------------------
@@ -209,10 +230,13 @@ class MiniMaxM3Gpu:
         weights = self._weights
         out = self._fp32(x.shape[0], self.vocab_size)
         small_linear(
-            x, weights.head, out, norm_weight=weights.norm, normed=torch.empty_like(x), eps=self.config.norm_eps,
-            plan=self._plans.head, pdl=self._pdl,
+            x, weights.head, out, norm_weight=weights.norm, normed=x.new_empty(x.shape), eps=self.config.norm_eps,
+            plan=self.plans.head(x.shape[0]), pdl=self._pdl,
         )  # fmt: skip
         return out
+
+    def sample_plan(self, samples: int) -> SamplePlan:
+        return self.plans.sample(samples)
 
     def _shape(self, max_blocks: int) -> MsaShape:
         c = self.config
@@ -227,20 +251,23 @@ class MiniMaxM3Gpu:
 
 @dataclass(frozen=True)
 class _PlainLayer:
-    """A layer with plain weights alone; see `GpuLayer`."""
+    """A layer with plain projections; see `GpuLayer`."""
 
     projection: Tensor
     out: Tensor
-    feed_forward: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    feed_forward: FeedForward
 
 
 class _Plain:
     """Scratch that holds one layer's weights unpacked; nothing where all layers are plain already."""
 
-    def __init__(self, layers: tuple[GpuLayer, ...], like: Tensor, pdl: bool) -> None:
+    def __init__(self, layers: tuple[GpuLayer, ...], like: Tensor, pdl: bool, *, experts: bool) -> None:
+        """`experts`: those and the shared ones are unpacked too. (A dense layer always is: all its tokens take one
+        expert's way, and each tile of them would decode it again.)"""
+        self._experts = experts
         sizes = [0] * 6
         for layer in layers:
-            for slot, weight in _weights_of(layer):
+            for slot, weight in _weights_of(layer)[: self._unpacked(layer)]:
                 if isinstance(weight, PackedWeight):
                     sizes[slot] = max(sizes[slot], prod(weight.shape))
         self._scratch = [like.new_empty(size) for size in sizes]
@@ -248,11 +275,17 @@ class _Plain:
 
     def layer(self, layer: GpuLayer) -> _PlainLayer:
         """The layer's weights; those unpacked are good until the next call."""
-        projection, out, *own = (self._plain(slot, weight) for slot, weight in _weights_of(layer))
+        projection, out, *own = (
+            self._plain(slot, weight) if slot < self._unpacked(layer) else weight for slot, weight in _weights_of(layer)
+        )
+        assert isinstance(projection, Tensor) and isinstance(out, Tensor), "the first two are always unpacked"
         norm, router, bias = layer.feed_forward[:3]
         # Without experts nothing is read in their place, and the layer's own may stand there.
         w13, w2, shared_w13, shared_w2 = (*own, *own) if not layer.top else own
         return _PlainLayer(projection, out, (norm, router, bias, w13, w2, shared_w13, shared_w2))
+
+    def _unpacked(self, layer: GpuLayer) -> int:
+        return 6 if self._experts or not layer.top else 2
 
     def _plain(self, slot: int, weight: Weight) -> Tensor:
         if not isinstance(weight, PackedWeight):
@@ -269,13 +302,23 @@ def _weights_of(layer: GpuLayer) -> list[tuple[int, Weight]]:
 
 
 def _page_layout(c: MiniMaxM3Config, kv: KVSpec, dtype: torch.dtype) -> PageLayout:
-    """Where the kernels find the lanes of `kv`, in elements of `dtype`."""
-    sizes = [sum(lane.nbytes for lane in lanes) // dtype.itemsize for lanes in kv.layers]
+    """Where the kernels find the lanes of `kv`: in elements of `dtype`, or in bytes if a lane has fewer bits."""
+
+    def form(name: str) -> KvFormat:
+        found = {lane.dtype for lanes in kv.layers for lane in lanes if lane.name == name}
+        formats = {dtype: KvFormat.PLAIN, FP8: KvFormat.FP8, torch.uint8: KvFormat.NVFP4}
+        if len(found) != 1 or not found <= formats.keys():
+            raise ValueError(f"lanes '{name}' of {found} beside weights of {dtype}")
+        return formats[found.pop()]
+
+    plain = PageLayout(
+        c.layers, c.kv_heads, c.head_dim, c.index_dim, PAGE_TOKENS, form("key"), form("index_key"), dtype.itemsize
+    )
+    unit = 1 if plain.in_bytes else dtype.itemsize
+    sizes = [sum(lane.nbytes for lane in lanes) // unit for lanes in kv.layers]
     starts = tuple(sum(sizes[:layer]) for layer in range(c.layers))
-    form = (c.layers, c.kv_heads, c.head_dim, c.index_dim, PAGE_TOKENS)
-    plain = PageLayout(*form)
-    layout = plain if all(c.sparse_layers) else _Pages(*form, starts=starts, stride=sum(sizes))
+    layout = plain if all(c.sparse_layers) else _Pages(**asdict(plain), starts=starts, stride=sum(sizes))
     offsets = tuple(layout.key_offset(layer) for layer in range(c.layers))
-    if offsets != starts or layout.page_stride * dtype.itemsize != kv.page_bytes:
-        raise ValueError(f"a page has {kv.page_bytes} bytes, not those of a {dtype} cache")
+    if offsets != starts or layout.page_stride * unit != kv.page_bytes:
+        raise ValueError(f"a page has {kv.page_bytes} bytes, not those of the layout")
     return layout

@@ -76,19 +76,34 @@ class GpuWeights:
         where = torch.device(device or model.head.device)
         c = model.config
         no_router = torch.zeros(c.experts, 1, device=where), torch.zeros(c.experts, device=where)
-        layers = tuple(_layer(layer, c.top_experts, no_router, where) for layer in model.layers)
         embedding = model.embedding.to(where)
         head = embedding if c.tied else model.head.to(where)
-        return GpuWeights(c, embedding, layers, model.norm.to(where), head, model.kv)
+        norms = _NormsOf(where, head.dtype)
+        layers = tuple(_layer(layer, c.top_experts, no_router, norms) for layer in model.layers)
+        return GpuWeights(c, embedding, layers, norms(model.norm), head, model.kv)
 
 
-def _layer(layer: MiniMaxM3Layer, top: int, no_router: tuple[Tensor, Tensor], where: torch.device) -> GpuLayer:
-    a, f = layer.attention, layer.mlp
-    head_norms = a.q_norm.to(where), a.k_norm.to(where)
+@dataclass(frozen=True)
+class _NormsOf:
+    """Puts weights of norms where they belong, in the model's type if that holds them exactly, as it does where a
+    checkpoint has them in it: every program of a one-token kernel reads all of them."""
+
+    where: torch.device
+    dtype: torch.dtype
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        weight = weight.to(self.where)
+        narrow = weight.to(self.dtype)
+        return narrow if torch.equal(narrow.to(weight.dtype), weight) else weight
+
+
+def _layer(layer: MiniMaxM3Layer, top: int, no_router: tuple[Tensor, Tensor], norms: _NormsOf) -> GpuLayer:
+    a, f, where = layer.attention, layer.mlp, norms.where
+    head_norms = norms(a.q_norm), norms(a.k_norm)
     heads = None
     if a.index_q_norm is not None and a.index_k_norm is not None:
-        heads = MsaNorms(*head_norms, a.index_q_norm.to(where), a.index_k_norm.to(where))
-    norm = layer.mlp_norm.to(where)
+        heads = MsaNorms(*head_norms, norms(a.index_q_norm), norms(a.index_k_norm))
+    norm = norms(layer.mlp_norm)
     weights: FeedForward
     if isinstance(f, MlpWeights):
         gate_up, down = f.gate_up.to(where), f.down.to(where)
@@ -99,7 +114,7 @@ def _layer(layer: MiniMaxM3Layer, top: int, no_router: tuple[Tensor, Tensor], wh
         shared = f.shared.gate_up.to(where), f.shared.down.to(where)
         weights = (norm, f.gate.to(where), f.bias.to(where), *routed, *shared)
     projection, out = a.projection.to(where), a.out.to(where)
-    return GpuLayer(layer.attention_norm.to(where), projection, head_norms, heads, out, weights, top)
+    return GpuLayer(norms(layer.attention_norm), projection, head_norms, heads, out, weights, top)
 
 
 def _experts(experts: Experts, where: torch.device) -> tuple[Weight, Weight]:
@@ -136,38 +151,57 @@ def random_gpu_weights(
     device: torch.device | str,
     experts: WeightFormat = WeightFormat.PLAIN,
     others: WeightFormat = WeightFormat.PLAIN,
+    kv_dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
     seed: int = 0,
 ) -> GpuWeights:
-    """Random weights, bf16 where they are plain; scales are those of `make_checkpoint`, so that activations stay near
-    one and routing is near even. Embedding and head are always plain."""
-    torch.manual_seed(seed)
+    """Random weights for a cache of `kv_dtype`, bf16 where they are plain; embedding and head always are. Scales are
+    those of `make_checkpoint`, so that activations stay near one and routing is near even. On `meta` only shapes are
+    made. `layers`: only the first, of a cache for all."""
+    # Drawing numbers on `meta` would load half of PyTorch's compiler, five seconds where its files have to be read.
+    shapes_alone = torch.device(device).type == "meta"
+    if not shapes_alone:
+        torch.manual_seed(seed)
     branch = (2 * c.layers) ** -0.5
 
     def weight(form: WeightFormat, *shape: int, factor: float = 1.0) -> Weight:
+        if shapes_alone and form is not WeightFormat.PLAIN:
+            return PackedWeight.allocate(form, *shape, device=device)
+        if shapes_alone:
+            return torch.empty(shape, dtype=torch.bfloat16, device=device)
         made = random_packed(form, *shape, scale=factor * shape[-1] ** -0.5, device=device)
         return made.words if form is WeightFormat.PLAIN else made
 
-    def exact(*shape: int, std: float = NORM_STD) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std)
+    def exact(*shape: int, std: float) -> Tensor:
+        out = torch.empty(shape, dtype=torch.float32, device=device)
+        return out if shapes_alone else out.normal_(0.0, std)
+
+    def norm(width: int) -> Tensor:
+        out = torch.empty(width, dtype=torch.bfloat16, device=device)
+        return out if shapes_alone else out.normal_(0.0, NORM_STD)
 
     def mlp(form: WeightFormat, width: int, *lead: int) -> tuple[Weight, Weight]:
         return weight(form, *lead, 2 * width, c.hidden), weight(form, *lead, c.hidden, width, factor=branch)
 
     def layer(sparse: bool, routed: bool) -> GpuLayer:
         rows = c.q_width + 2 * c.kv_width + (c.index_q_width + c.index_dim if sparse else 0)
-        heads = exact(c.head_dim), exact(c.head_dim)
-        norms = MsaNorms(*heads, exact(c.index_dim), exact(c.index_dim)) if sparse else None
+        heads = norm(c.head_dim), norm(c.head_dim)
+        norms = MsaNorms(*heads, norm(c.index_dim), norm(c.index_dim)) if sparse else None
         router = exact(c.experts, c.hidden, std=1.0)
-        router /= router.norm(dim=-1, keepdim=True)
+        if not shapes_alone:
+            router /= router.norm(dim=-1, keepdim=True)
         own = mlp(others, c.shared_ffn if routed else c.dense_ffn)
         theirs = mlp(experts, c.expert_ffn, c.experts) if routed else own
-        feed_forward = (exact(c.hidden), router, exact(c.experts, std=BIAS_STD), *theirs, *own)
+        feed_forward = (norm(c.hidden), router, exact(c.experts, std=BIAS_STD), *theirs, *own)
         return GpuLayer(
-            exact(c.hidden), weight(others, rows, c.hidden), heads, norms,
+            norm(c.hidden), weight(others, rows, c.hidden), heads, norms,
             weight(others, c.hidden, c.q_width, factor=branch), feed_forward, c.top_experts if routed else 0,
         )  # fmt: skip
 
-    layers = tuple(layer(*kinds) for kinds in zip(c.sparse_layers, c.moe_layers, strict=True))
-    embedding = torch.empty(c.vocab_size, c.hidden, dtype=torch.bfloat16, device=device).normal_()
-    head = torch.empty_like(embedding).normal_(0.0, c.hidden**-0.5)
-    return GpuWeights(c, embedding, layers, exact(c.hidden), head, minimax_m3_kv(c, torch.bfloat16))
+    kinds = list(zip(c.sparse_layers, c.moe_layers, strict=True))[:layers]
+    made = tuple(layer(*kind) for kind in kinds)
+    embedding, head = (torch.empty(c.vocab_size, c.hidden, dtype=torch.bfloat16, device=device) for _ in range(2))
+    if not shapes_alone:
+        embedding.normal_()
+        head.normal_(0.0, c.hidden**-0.5)
+    return GpuWeights(c, embedding, made, norm(c.hidden), head, minimax_m3_kv(c, kv_dtype))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longturn.assemble import GPU_STEP_TOKENS, build_engine, gpu_defaults, on_gpu
-from longturn.config import EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from longturn.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from longturn.errors import ConfigError
 from longturn.executor.gpu import device
 from longturn.models.make_checkpoint import PRESETS, make_checkpoint, preset_config
@@ -96,3 +96,27 @@ def test_only_a_default_step_budget_grows_on_a_gpu() -> None:
     assert gpu_defaults(EngineConfig()).scheduler.step_tokens == GPU_STEP_TOKENS
     chosen = EngineConfig(scheduler=SchedulerConfig(step_tokens=300))
     assert gpu_defaults(chosen) == chosen
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dense_attention", "words"),
+    [
+        ("fp16", 0, r"cache.dtype 'fp16' is not supported on a GPU \(auto, bf16, fp8, nvfp4 are\)"),
+        ("nvfp4", 1, "cache.dtype 'nvfp4' is not supported on a GPU for a model that has layers with dense attention"),
+        ("fp8", 0, None),
+        ("bf16", 1, None),
+    ],
+)
+def test_caches_that_kernels_do_not_take_are_named(dtype: str, dense_attention: int, words: str | None) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from longturn.executor.gpu.build import _check_settings
+
+    preset = replace(PRESETS["tiny"], dense_attention=dense_attention)
+    c = minimax_m3_config(preset_config(preset)["text_config"])
+    wanted = EngineConfig(cache=CacheConfig(dtype=dtype))  # type: ignore[arg-type]
+    if words is None:
+        _check_settings(wanted, c)
+        return
+    with pytest.raises(ConfigError, match=words) as caught:
+        _check_settings(wanted, c)
+    assert "\n" not in str(caught.value)

@@ -18,7 +18,15 @@ pytest.importorskip("triton", reason="triton is not installed")
 if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
     pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4", allow_module_level=True)
 
-from tests.executor.gpu.tiny import cpu_executor, gpu_executor, request, run, tiny_model, with_packed_experts
+from tests.executor.gpu.tiny import (
+    cpu_executor,
+    gpu_executor,
+    request,
+    run,
+    tiny_model,
+    with_cache,
+    with_packed_experts,
+)
 
 from longturn.config import CacheConfig, SchedulerConfig
 from longturn.engine.clock import SystemClock
@@ -28,6 +36,7 @@ from longturn.executor.grammar import GrammarError
 from longturn.grammar_library import Vocabulary
 from longturn.kernels import step_state
 from longturn.models.minimax_m3_gpu_weights import GpuWeights
+from longturn.ops.kv_lane import FP8, NVFP4
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -47,6 +56,24 @@ def test_chunked_cached_and_run_ahead_steps_equal_the_cpu_backend() -> None:
     ]
     sizes = {"pages": 40, "rows": 3, "context": 1024}
     model = tiny_model()
+    wanted = list(run(cpu_executor(model, **sizes), waves, run_ahead=True, step_tokens=160))
+    executor = gpu_executor(GpuWeights.of(model), **sizes, step_tokens=160)
+    executor.start()  # other shapes run over padding when they first come, beside rows that decode
+    later = list(executor._later)
+    assert later
+    assert list(run(executor, waves, run_ahead=True, step_tokens=160)) == wanted
+    assert len(executor._later) < len(later)
+
+
+@pytest.mark.parametrize("dtype", [FP8, NVFP4])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_caches_of_fewer_bits_equal_the_cpu_backend(dtype: torch.dtype) -> None:
+    """Chunks, a decode, and pages found again."""
+    rng = random.Random(4)
+    prompt = [rng.randrange(256) for _ in range(270)]
+    waves = [[request("cold", prompt, 3)], [request("warm", [*prompt[:257], 1, 2], 2)]]
+    sizes = {"pages": 10, "rows": 2, "context": 512}
+    model = with_cache(tiny_model(), dtype)
     wanted = list(run(cpu_executor(model, **sizes), waves, run_ahead=True, step_tokens=160))
     got = run(gpu_executor(GpuWeights.of(model), **sizes, step_tokens=160), waves, run_ahead=True, step_tokens=160)
     assert list(got) == wanted

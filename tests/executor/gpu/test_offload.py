@@ -15,10 +15,12 @@ if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
 
 from tests.executor.gpu.tiny import request, run, tiny_model
 
-from longturn.executor.gpu.executor import GpuExecutor, GpuLimits
+from longturn.executor.gpu.executor import GpuExecutor
+from longturn.executor.gpu.steps import GpuLimits
 from longturn.kernels.sampling_table import SamplePlan
 from longturn.kernels.small_linear import LinearPlan
-from longturn.models.minimax_m3_gpu import GpuPlans, MiniMaxM3Gpu
+from longturn.models.minimax_m3_gpu import MiniMaxM3Gpu
+from longturn.models.minimax_m3_gpu_plans import GpuPlans
 from longturn.models.minimax_m3_gpu_weights import GpuWeights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -15,15 +15,18 @@ from longturn.engine.loop import Engine
 from longturn.engine.protocols import Executor
 from longturn.engine.records import EngineRequest, SamplingParams, pack_tokens
 from longturn.executor.cpu import CpuExecutor
-from longturn.executor.gpu.executor import GpuExecutor, GpuLimits
+from longturn.executor.gpu.executor import GpuExecutor
+from longturn.executor.gpu.steps import GpuLimits
 from longturn.executor.torch_model import TorchCpuModel
 from longturn.grammar_library import Vocabulary
 from longturn.kernels.sampling_table import SamplePlan
 from longturn.kernels.small_linear import LinearPlan
 from longturn.models.make_checkpoint import Preset, preset_config
 from longturn.models.minimax_m3 import MiniMaxM3, MiniMaxM3Layer, MoeWeights, PackedExperts, StackedExperts
+from longturn.models.minimax_m3_cache import minimax_m3_kv
 from longturn.models.minimax_m3_config import minimax_m3_config
-from longturn.models.minimax_m3_gpu import GpuPlans, MiniMaxM3Gpu
+from longturn.models.minimax_m3_gpu import MiniMaxM3Gpu
+from longturn.models.minimax_m3_gpu_plans import GpuPlans
 from longturn.models.minimax_m3_gpu_weights import GpuWeights
 from longturn.ops.nvfp4 import quantize_weight
 
@@ -53,6 +56,11 @@ def with_packed_experts(model: MiniMaxM3) -> MiniMaxM3:
         return replace(layer, mlp=replace(layer.mlp, experts=PackedExperts(*parts)))
 
     return replace(model, layers=tuple(map(packed, model.layers)))
+
+
+def with_cache(model: MiniMaxM3, dtype: torch.dtype) -> MiniMaxM3:
+    """The same model with keys and values of this type, and an index key in fp8 if it has fewer bits."""
+    return replace(model, kv=minimax_m3_kv(model.config, dtype))
 
 
 def cpu_executor(model: MiniMaxM3, *, pages: int, rows: int, context: int) -> CpuExecutor:

@@ -4,32 +4,54 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
+from longturn.cli.steps.points import PRESETS
 from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
 from longturn.engine.clock import SystemClock
 from longturn.engine.hashing import page_hashes
 from longturn.engine.loop import Engine
 from longturn.engine.protocols import ExecutorInfo, StepHandle
 from longturn.engine.records import EngineRequest, RowResult, SamplingParams, StepPlan, StepResult, pack_tokens
-from longturn.executor.gpu.executor import GpuExecutor, GpuHandle, GpuLimits
+from longturn.executor.gpu.early import EarlyWork
+from longturn.executor.gpu.executor import GpuExecutor, GpuHandle
+from longturn.executor.gpu.steps import GpuLimits
+from longturn.executor.offload import slots_of
 from longturn.kernels.packed_weights import WeightFormat
-from longturn.models.make_checkpoint import PRESETS, preset_config
+from longturn.kernels.plan_table import PlanTable
+from longturn.models.base import KVSpec
+from longturn.models.make_checkpoint import PRESETS as SHAPES
+from longturn.models.make_checkpoint import preset_config
+from longturn.models.minimax_m3_cache import minimax_m3_kv
 from longturn.models.minimax_m3_config import MiniMaxM3Config, minimax_m3_config
 from longturn.models.minimax_m3_gpu import MiniMaxM3Gpu
-from longturn.models.minimax_m3_gpu_weights import random_gpu_weights
+from longturn.models.minimax_m3_gpu_limits import scratch_bytes
+from longturn.models.minimax_m3_gpu_plans import GpuPlans
+from longturn.models.minimax_m3_gpu_weights import GpuWeights, random_gpu_weights
+from longturn.models.registry import CACHE_TYPES
 
 _HASH_KEY = b"m" * 32
 _MORE_TOKENS = 512
 """Context beyond a point's own: output, and the page it starts."""
 
 
-FORMATS = {
+WEIGHTS = {
     "bf16": (WeightFormat.PLAIN, WeightFormat.PLAIN),
     "nvfp4": (WeightFormat.NVFP4, WeightFormat.MXFP8),
 }
 """Of routed experts, and of projections, shared experts and dense layers."""
+
+
+_MEMORY_SHARE, _CONTEXT_BYTES = 0.92, 1 << 30
+
+
+class _Formats(NamedTuple):
+    experts: WeightFormat
+    others: WeightFormat
+    kv_dtype: torch.dtype
 
 
 class _Passed:
@@ -42,9 +64,8 @@ class _Passed:
         return self._handle.done()
 
     def result(self) -> StepResult:
-        self._handle.result()
         rows = tuple(RowResult(w.row, (7,)) for w in self._plan.work if w.samples)
-        return StepResult(self._plan.step_id, rows)
+        return replace(self._handle.result(), rows=rows, elapsed_ns=0)
 
 
 class _Watched:
@@ -92,35 +113,64 @@ class Stand:
     """One preset's executor on random weights over a random cache."""
 
     def __init__(
-        self, preset: str, *, rows: int, cached_tokens: int, context: int, step_tokens: int, graphs: bool = True,
-        target_itl_ms: float = 0.0, weights: str = "bf16",
+        self, preset: str, *, rows: int, cached_tokens: int | None, context: int, step_tokens: int,
+        graphs: bool = True, target_itl_ms: float = 0.0, serving: bool = False, host_bytes: int = 0,
+        table: PlanTable | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
-            preset: one of `make_checkpoint.PRESETS`.
+            preset: one of `points.PRESETS`.
             rows: of the executor.
-            cached_tokens: what the page pool must hold.
+            cached_tokens: what the page pool must hold; all that fits if None.
             context: longest of a request.
             step_tokens: most tokens of a step.
             graphs: off launches kernels one by one.
-            weights: one of `FORMATS`.
             target_itl_ms: as in the scheduler's configuration; 0 makes chunks as large as fit.
+            serving: the executor will be made ready for every shape, by `start`.
+            host_bytes: host memory for pages that leave the pool.
+            table: of kernel plans; none if None.
         """
-        self.preset, self.weights = preset, weights
-        self.config: MiniMaxM3Config = minimax_m3_config(preset_config(PRESETS[preset])["text_config"])
+        self.preset, self.form = preset, PRESETS[preset]
+        self.config: MiniMaxM3Config = minimax_m3_config(preset_config(SHAPES[self.form.shape])["text_config"])
         device = torch.device("cuda")
-        experts, others = FORMATS[weights]
-        made = random_gpu_weights(self.config, device=device, experts=experts, others=others)
-        pages = -(-cached_tokens // PAGE_TOKENS) + 4 * rows + 2
-        self.model = MiniMaxM3Gpu(made, pages)
-        flat = self.model.cache.view(-1)
-        for begin in range(0, len(flat), 1 << 30):
-            flat[begin : begin + (1 << 30)].normal_()
-        torch.cuda.synchronize()
+        kv_dtype = CACHE_TYPES[self.form.cache]
+        assert kv_dtype is not None, "presets name a type"
+        formats = _Formats(*WEIGHTS[self.form.weights], kv_dtype)
+        page_bytes = minimax_m3_kv(self.config, kv_dtype).page_bytes
+        tokens = max(step_tokens, rows)
+        made: GpuWeights | None = None
+        if cached_tokens is None:
+            made = random_gpu_weights(self.config, device=device, **formats._asdict())
+            packed = formats.experts is not WeightFormat.PLAIN
+            left = int(torch.cuda.get_device_properties(device).total_memory * _MEMORY_SHARE)
+            left -= torch.cuda.memory_allocated(device) + _CONTEXT_BYTES
+            pages = (left - scratch_bytes(self.config, tokens, context, packed_experts=packed)) // page_bytes
+        else:
+            pages = -(-cached_tokens // PAGE_TOKENS) + 4 * rows + 2
+        limits = GpuLimits(
+            rows, step_tokens, context + _MORE_TOKENS, graphs, host_pages=slots_of(host_bytes, page_bytes)
+        )
         self._rows, self._step_tokens, self._target_itl_ms = rows, step_tokens, target_itl_ms
-        limits = GpuLimits(rows, step_tokens, context + _MORE_TOKENS, graphs)
+        plans = GpuPlans(table=table or PlanTable())
+        self._early = EarlyWork(self.config, pages, limits, plans=plans, **formats._asdict()) if serving else None
+        made = made or random_gpu_weights(self.config, device=device, **formats._asdict())
+        self.model = MiniMaxM3Gpu(made, pages, plans)
+        _fill(made.kv, self.model.storage)
+        torch.cuda.synchronize()
         self.executor = GpuExecutor(self.model, limits, description=torch.cuda.get_device_name())
         self._made = 0
+
+    def start(self) -> int:
+        """Make the executor ready to serve; the number of graphs that it has by then."""
+        return self.executor.start(None if self._early is None else self._early.compilation())
+
+    def cached_tokens_per_gb(self) -> float:
+        """Tokens whose cache a GB holds."""
+        return 1e9 / self.model.page_bytes * PAGE_TOKENS
+
+    def cache_ratio(self) -> float:
+        """How many times more tokens than a bf16 cache the same memory holds."""
+        return minimax_m3_kv(self.config, torch.bfloat16).page_bytes / self.model.page_bytes
 
     def engine(self, *, passing: bool = True) -> tuple[Engine, Watch]:
         """A fresh engine, with an empty prefix cache, on the same executor.
@@ -144,6 +194,24 @@ class Stand:
 
     def close(self) -> None:
         self.executor.close()
+
+
+_FILL_PAGES = 1024
+
+
+def _fill(kv: KVSpec, cache: torch.Tensor) -> None:
+    """Random keys and values near one, in whatever format."""
+    for layer, lanes in enumerate(kv.layers):
+        for number, lane in enumerate(lanes):
+            view = kv.view(cache, layer, number)
+            for begin in range(0, len(view), _FILL_PAGES):
+                part = view[begin : begin + _FILL_PAGES]
+                if lane.dtype == torch.uint8:
+                    part.copy_(torch.randint(256, part.shape, dtype=torch.uint8, device=part.device))
+                elif lane.name.endswith("_scale"):
+                    part.copy_(torch.rand(part.shape, device=part.device) * 0.4 + 0.1)
+                else:
+                    part.copy_(torch.randn(part.shape, device=part.device))
 
 
 def request(name: str, tokens: list[int], max_tokens: int, *, cached: bool = False) -> EngineRequest:

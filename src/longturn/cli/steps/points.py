@@ -38,6 +38,28 @@ class Point:
         return {"prefill": "tok/s", "start": "s"}.get(self.kind, "ms")
 
 
+@dataclass(frozen=True, slots=True)
+class StepPreset:
+    """A model that is measured."""
+
+    shape: str
+    """One of `make_checkpoint.PRESETS`."""
+    weights: str = "bf16"
+    """`nvfp4`: NVFP4 experts, MXFP8 elsewhere, embedding and head in bf16."""
+    cache: str = "bf16"
+    """Of keys and values; the index key is fp8 where this is not bf16."""
+
+
+PRESETS = {
+    "mini60": StepPreset("mini60"),
+    "slice8": StepPreset("slice8"),
+    "mini60-nvfp4": StepPreset("mini60", "nvfp4", "nvfp4"),
+    "slice8-nvfp4": StepPreset("slice8", "nvfp4", "nvfp4"),
+    "slice8-nvfp4-bf16kv": StepPreset("slice8", "nvfp4"),
+    "slice8-fp8kv": StepPreset("slice8", "bf16", "fp8"),
+}
+"""Models by name; their points are those of the shape."""
+
 POINTS: dict[str, tuple[Point, ...]] = {
     "mini60": (
         Point("decode", 1, 4096, peer=6.19),
@@ -83,7 +105,7 @@ def choose(preset: str, wanted: Sequence[str]) -> tuple[Point, ...]:
     Raises:
         ConfigError: a name matches nothing.
     """
-    points = POINTS[preset]
+    points = POINTS[PRESETS[preset].shape]
     if not wanted:
         return tuple(p for p in points if p.kind != "start")
     for name in wanted:
@@ -94,14 +116,23 @@ def choose(preset: str, wanted: Sequence[str]) -> tuple[Point, ...]:
     return tuple(p for p in points if p.name.startswith(tuple(wanted)))
 
 
-def decode_floor_ms(c: MiniMaxM3Config, rows: int, context: int) -> float:
-    """Bytes that one decode step must read, at the streaming rate: even routing, bf16 weights, cache and index key."""
+_VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+"""Scales counted."""
+
+
+def decode_floor_ms(c: MiniMaxM3Config, rows: int, context: int, preset: StepPreset | None = None) -> float:
+    """Bytes that one decode step must read, at the streaming rate: even routing, weights and cache as in `preset`."""
+    form = preset or StepPreset("")
+    expert_bytes = _VALUE_BYTES[form.weights]
+    other_bytes = _VALUE_BYTES["bf16" if form.weights == "bf16" else "mxfp8"]
     distinct = c.experts * (1 - (1 - c.top_experts / c.experts) ** rows)
     moe_layers = sum(c.moe_layers)
     projected = c.q_width + 2 * c.kv_width + c.index_q_width + c.index_dim
-    weights: float = c.layers * (projected + c.q_width) * c.hidden + c.vocab_size * c.hidden
-    weights += (c.layers - moe_layers) * 3 * c.hidden * c.dense_ffn
-    weights += moe_layers * (3 * c.hidden * (distinct * c.expert_ffn + c.shared_ffn) + 2 * c.experts * c.hidden)
+    others = c.layers * (projected + c.q_width) * c.hidden + (c.layers - moe_layers) * 3 * c.hidden * c.dense_ffn
+    others += moe_layers * 3 * c.hidden * c.shared_ffn
+    weights = other_bytes * others + 2.0 * c.vocab_size * c.hidden
+    weights += moe_layers * c.hidden * (3 * expert_bytes * distinct * c.expert_ffn + 4 * c.experts)
     blocks = min(c.selection.top, context // 128 + 1)
-    cache = c.layers * rows * (context * c.index_dim + blocks * 128 * 2 * c.kv_width)
-    return 2 * (weights + cache) / STREAM_BYTES_PER_S * 1e3
+    index_bytes = _VALUE_BYTES["bf16" if form.cache == "bf16" else "fp8"]
+    cache = index_bytes * context * c.index_dim + _VALUE_BYTES[form.cache] * blocks * 128 * 2 * c.kv_width
+    return (weights + c.layers * rows * cache) / STREAM_BYTES_PER_S * 1e3

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from longturn.cli.steps.harness import Stand, drain, first_tokens, pass_over, request
 from longturn.cli.steps.points import Point, decode_floor_ms
@@ -57,8 +58,17 @@ class Measured:
         return self.value / peer if self.point.kind == "prefill" else peer / self.value
 
 
-def size_of(points: tuple[Point, ...], step_tokens: int) -> dict[str, int]:
-    """What an executor needs to hold for these points: arguments of `Stand`."""
+class Size(TypedDict):
+    """Arguments of `Stand`."""
+
+    rows: int
+    cached_tokens: int
+    context: int
+    step_tokens: int
+
+
+def size_of(points: tuple[Point, ...], step_tokens: int) -> Size:
+    """What an executor needs to hold for these points."""
     context = max(p.context + p.new for p in points)
     return {
         "rows": max(p.rows + (p.kind == "mixed") for p in points),
@@ -82,8 +92,8 @@ def prepare(stand: Stand, points: tuple[Point, ...]) -> float:
         if p.kind == "turn":
             wanted.add(shape_for(StepKind.MANY, p.new, blocks))
         if p.kind == "warm":
-            # A cached prompt computes its last page again, since that page may not be written by two.
-            wanted.add(shape_for(StepKind.MANY, p.rows * PAGE_TOKENS, blocks))
+            # A cached prompt computes its last token alone, in a copy of its page: prompts of one step are a decode.
+            wanted |= {shape_for(StepKind.DECODE, rows, blocks) for rows in (1, p.rows)}
         if p.kind == "prefill":
             step = stand.executor.shape_for(StepKind.MANY, p.context, blocks).tokens
             ends = [*range(step, p.context, step), p.context]
@@ -126,9 +136,9 @@ def _decode(stand: Stand, p: Point, repeats: int) -> Measured:
     return Measured(stand.preset, p, statistics.median(times), floor, device, statistics.median(hosts))
 
 
-def _floor(stand: Stand, p: Point) -> float | None:
-    """What the bytes of one step need; counted for bf16 weights alone."""
-    return decode_floor_ms(stand.config, p.rows, p.context) if stand.weights == "bf16" else None
+def _floor(stand: Stand, p: Point) -> float:
+    """What the bytes of one step need."""
+    return decode_floor_ms(stand.config, p.rows, p.context, stand.form)
 
 
 def _warm(stand: Stand, p: Point, repeats: int) -> Measured:
@@ -182,27 +192,31 @@ def _mixed(stand: Stand, p: Point, repeats: int) -> Measured:
     return Measured(stand.preset, p, statistics.median(times[1:]))
 
 
-def measure_start(preset: str, p: Point, step_tokens: int, weights: str) -> tuple[Measured, dict[str, float]]:
+def measure_start(preset: str, p: Point, step_tokens: int) -> tuple[Measured, dict[str, float]]:
     """From the start of this process to the first token of its first request, and where the seconds went.
 
-    Every shape that serving may need is ready by then.
+    By then the graphs of decode steps of few rows are made. The others are made when a step first needs one, or while
+    there are no requests, as happens here after the first token.
     """
     parts = {"imports": since_process_start_s()}
     rows, context = 32, 131072
-    stand = Stand(
-        preset, rows=rows, cached_tokens=2 * context, context=context, step_tokens=step_tokens, weights=weights
-    )
+    stand = Stand(preset, rows=rows, cached_tokens=2 * context, context=context, step_tokens=step_tokens, serving=True)
     parts["weights"] = since_process_start_s()
-    graphs = stand.executor.capture()
-    parts["graphs"] = since_process_start_s()
+    graphs = stand.start()
+    parts["kernels and graphs"] = since_process_start_s()
     engine, _ = stand.engine(passing=False)
     first_tokens(engine, [request("first", stand.tokens(p.context), 1)])
     parts["first token"] = since_process_start_s()
     drain(engine, ())
+    idle = 0
+    while stand.executor.idle():
+        idle += 1
+    parts["other graphs"] = since_process_start_s()
     stand.close()
     steps = list(parts.values())
     spent = {name: round(b - a, 2) for name, a, b in zip(parts, [0.0, *steps], steps, strict=False)}
-    return Measured(preset, p, parts["first token"]), spent | {"graphs captured": graphs}
+    counts = {"graphs before": graphs, "graphs after": idle + 1}
+    return Measured(preset, p, parts["first token"]), spent | counts
 
 
 def since_process_start_s() -> float:

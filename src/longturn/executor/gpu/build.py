@@ -10,27 +10,36 @@ from dataclasses import dataclass
 
 import torch
 
-from longturn.config import PAGE_TOKENS, CacheConfig, EngineConfig
+from longturn.config import PAGE_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from longturn.errors import ConfigError, ModelError
 from longturn.executor.gpu.device import check_device
-from longturn.executor.gpu.executor import GpuExecutor, GpuLimits
+from longturn.executor.gpu.early import EarlyWork
+from longturn.executor.gpu.executor import GpuExecutor
+from longturn.executor.gpu.steps import GpuLimits
 from longturn.executor.offload import slots_of
 from longturn.grammar_library import Vocabulary
+from longturn.kernels.packed_weights import WeightFormat
+from longturn.kernels.plan_table import load_table, table_path
 from longturn.models.checkpoint.base import open_checkpoint
 from longturn.models.checkpoint.published import PublishedCheckpoint
 from longturn.models.formats import ServedFormats, main_format
 from longturn.models.inspect import inspect_model
+from longturn.models.minimax_m3_cache import minimax_m3_kv
 from longturn.models.minimax_m3_config import MiniMaxM3Config, minimax_m3_config
 from longturn.models.minimax_m3_gpu import MiniMaxM3Gpu
 from longturn.models.minimax_m3_gpu_limits import NVFP4_BYTES, scratch_bytes, weight_bytes, why_not_on_gpu
+from longturn.models.minimax_m3_gpu_plans import PLANS, GpuPlans
 from longturn.models.minimax_m3_gpu_weights import GpuWeights
 from longturn.models.minimax_m3_load import load_minimax_m3
+from longturn.models.registry import CACHE_TYPES
+from longturn.prepared import cache_directory
 from longturn.source import ModelSource
 
 _log = logging.getLogger(__name__)
 
 FAMILY = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
 _GB = 1e9
+_CACHES = ("auto", "bf16", "fp8", "nvfp4")
 _CONTEXT_BYTES = 1 << 30
 """What CUDA, its libraries and loaded kernels take beside tensors, about."""
 
@@ -53,30 +62,41 @@ def build_gpu_executor(
     """
     if (reason := why_not_served(source)) is not None:
         raise ConfigError(f"executor.device 'cuda' is not possible: {source.path}: {reason}; 'cpu' serves this model")
-    _check_settings(config)
-    check_device()
     c = minimax_m3_config(source.config)
+    _check_settings(config, c)
+    check_device()
     device = torch.device("cuda")
     memory = _memory(config, c, source, device)
     begin = time.perf_counter()
-    weights = _load(c, source, device)
-    pages = memory.pages(weights.kv.page_bytes)
-    loaded = time.perf_counter()
+    formats = _formats(config)
+    kv_dtype = CACHE_TYPES[formats.kv_cache]
+    assert kv_dtype is not None, "the automatic type has been decided"
+    page_bytes = minimax_m3_kv(c, kv_dtype).page_bytes
+    pages = memory.pages(page_bytes)
     context = min(source.max_context_tokens, (pages - 1) * PAGE_TOKENS)
     if context < source.max_context_tokens:
-        limits = (context, source.max_context_tokens)
-        _log.warning("the context is limited to %d of the model's %d tokens by GPU memory", *limits)
-    host_pages = slots_of(config.cache.host_memory_bytes, weights.kv.page_bytes)
-    limits_of = GpuLimits(config.scheduler.max_running, config.scheduler.step_tokens, context, host_pages=host_pages)
+        shortened = (context, source.max_context_tokens)
+        _log.warning("the context is limited to %d of the model's %d tokens by GPU memory", *shortened)
+    host_pages = slots_of(config.cache.host_memory_bytes, page_bytes)
+    limits = GpuLimits(config.scheduler.max_running, config.scheduler.step_tokens, context, host_pages=host_pages)
+    experts = _EXPERTS.get(formats.quantisation, WeightFormat.PLAIN)
     name = torch.cuda.get_device_name(device)
+    plans = GpuPlans(table=load_table(table_path(cache_directory(config.cache_dir), name), name, PLANS))
+    early = EarlyWork(c, pages, limits, experts=experts, kv_dtype=kv_dtype, masked=vocabulary is not None, plans=plans)
+    try:
+        weights = _load(c, source, kv_dtype, device)
+    except Exception:
+        early.close()
+        raise
+    loaded = time.perf_counter()
     executor = GpuExecutor(
-        MiniMaxM3Gpu(weights, pages),
-        limits_of,
+        MiniMaxM3Gpu(weights, pages, plans),
+        limits,
         description=f"cuda ({name})",
         vocabulary=vocabulary,
-        formats=_formats(config),
+        formats=formats,
     )
-    graphs = executor.capture()
+    graphs = executor.start(early.compilation())
     gc.collect()
     gc.freeze()  # a full collection over everything loaded so far would cost a step a tenth of a second
     spent = (loaded - begin, graphs, time.perf_counter() - loaded)
@@ -84,26 +104,39 @@ def build_gpu_executor(
     return executor
 
 
+def expert_format(model: ModelConfig) -> WeightFormat:
+    """The format in which a checkpoint's experts stay."""
+    return _EXPERTS.get(_stored(model), WeightFormat.PLAIN)
+
+
+def _stored(model: ModelConfig) -> str:
+    return main_format((size.format, size.parameters, size.bytes) for size in inspect_model(model).formats)
+
+
+_EXPERTS = {"nvfp4": WeightFormat.NVFP4, "mxfp8": WeightFormat.MXFP8}
+"""Formats in which experts stay, by the name of the checkpoint's."""
+
+
 def _formats(config: EngineConfig) -> ServedFormats:
-    sizes = inspect_model(config.model).formats
-    stored = main_format((size.format, size.parameters, size.bytes) for size in sizes)
-    return ServedFormats(weights="packed" if stored != "bf16" else "bf16", quantisation=str(stored), kv_cache="bf16")
+    stored = _stored(config.model)
+    cache = "bf16" if config.cache.dtype == "auto" else config.cache.dtype
+    return ServedFormats(weights="packed" if stored != "bf16" else "bf16", quantisation=stored, kv_cache=cache)
 
 
 def _quantised(source: ModelSource) -> bool:
     return bool(source.config.get("quantization_config"))
 
 
-def _load(c: MiniMaxM3Config, source: ModelSource, device: torch.device) -> GpuWeights:
+def _load(c: MiniMaxM3Config, source: ModelSource, kv_dtype: torch.dtype, device: torch.device) -> GpuWeights:
     """The checkpoint's weights on the device: quantised experts as they are, everything else in bf16."""
     checkpoint = open_checkpoint(source)
     assert isinstance(checkpoint, PublishedCheckpoint), "why_not_served has looked"
     dtype = torch.bfloat16
     try:
         if not _quantised(source):
-            return GpuWeights.of(load_minimax_m3(c, checkpoint, dtype=dtype, kv_dtype=dtype, device=device))
+            return GpuWeights.of(load_minimax_m3(c, checkpoint, dtype=dtype, kv_dtype=kv_dtype, device=device))
         host = torch.device("cpu")
-        model = load_minimax_m3(c, checkpoint, dtype=dtype, kv_dtype=dtype, device=host, pack_above_bytes=0)
+        model = load_minimax_m3(c, checkpoint, dtype=dtype, kv_dtype=kv_dtype, device=host, pack_above_bytes=0)
         return GpuWeights.of(model, device)
     except ModelError as error:
         if str(source.path) in str(error):
@@ -111,11 +144,17 @@ def _load(c: MiniMaxM3Config, source: ModelSource, device: torch.device) -> GpuW
         raise ModelError(f"{source.path}: {error}") from error
 
 
-def _check_settings(config: EngineConfig) -> None:
+def _check_settings(config: EngineConfig, c: MiniMaxM3Config) -> None:
     if config.model.weights != "auto":
         raise ConfigError(f"model.weights '{config.model.weights}' is not supported on a GPU (auto is)")
-    if config.cache.dtype not in ("auto", "bf16"):
-        raise ConfigError(f"cache.dtype '{config.cache.dtype}' is not supported on a GPU (bf16 is)")
+    if config.cache.dtype not in _CACHES:
+        known = ", ".join(_CACHES)
+        raise ConfigError(f"cache.dtype '{config.cache.dtype}' is not supported on a GPU ({known} are)")
+    if config.cache.dtype in ("fp8", "nvfp4") and not all(c.sparse_layers):
+        raise ConfigError(
+            f"cache.dtype '{config.cache.dtype}' is not supported on a GPU for a model that has layers with dense "
+            "attention (bf16 is)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,33 +5,28 @@ What a step samples is on the device when the next one reads it, so plans are la
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 
-from longturn.config import PAGE_TOKENS
 from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import SamplingParams, StepPlan, StepResult
-from longturn.executor.gpu.buckets import Buckets, StepKind, StepShape, at_least
-from longturn.executor.gpu.compile import compile_all, noting_kernels
+from longturn.executor.gpu.buckets import StepKind, StepShape, at_least
+from longturn.executor.gpu.compile import Compilation
 from longturn.executor.gpu.graphs import StepGraphs
-from longturn.executor.gpu.layout import StateLayout
-from longturn.executor.gpu.masks import Masks, with_errors
+from longturn.executor.gpu.masks import with_errors
 from longturn.executor.gpu.model import DeviceModel
 from longturn.executor.gpu.offload import GpuOffload
-from longturn.executor.gpu.packer import PackedStep, Packer, many_tiles
-from longturn.executor.gpu.sampling import SampleResults, row_results
-from longturn.executor.gpu.state import DeviceState, Slot, SlotRing
+from longturn.executor.gpu.packer import PackedStep, Packer
+from longturn.executor.gpu.sampling import row_results
+from longturn.executor.gpu.state import Slot, SlotRing
+from longturn.executor.gpu.steps import DeviceSteps, GpuLimits
 from longturn.executor.grammar import Grammars
 from longturn.executor.offload import CopyReport
 from longturn.grammar_library import Vocabulary
-from longturn.kernels.sampling import sample_rows
-from longturn.kernels.sampling_table import SamplePlan, SampleScratch
-from longturn.kernels.step_state import decode_inputs, pick_rows, scatter, token_ids
 from longturn.models.formats import ServedFormats
 
 _log = logging.getLogger(__name__)
@@ -40,22 +35,8 @@ _SLOTS = 4
 """Steps whose buffers may be in use: two in flight, one being packed, one to spare."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuLimits:
-    """What an executor is built for."""
-
-    rows: int
-    step_tokens: int
-    """Most tokens of one step."""
-    max_context_tokens: int
-    graphs: bool = True
-    sample_plan: SamplePlan = field(default_factory=SamplePlan)
-    host_pages: int = 0
-    """Pages that host memory is to hold beside the pool."""
-
-
 class GpuExecutor:
-    """Runs steps of one model on one GPU; implements `engine.protocols.Executor`.
+    """Runs steps of one model on one GPU; implements `engine.protocols.Executor`, `Preparing` and `Idling`.
 
     On a CPU (for tests, with Triton's interpreter) the same kernels run step by step.
     """
@@ -80,23 +61,17 @@ class GpuExecutor:
         device = model.device
         self._grammars = None if vocabulary is None else Grammars(vocabulary, model.vocab_size)
         self._model = model
-        # A step may hold every row's decode beside the prompts, and a row of padding costs nothing.
-        max_tokens = max(limits.step_tokens, limits.rows)
-        layout = StateLayout.of(limits.rows, limits.max_context_tokens, max_tokens)
-        self._buckets = Buckets.of(limits.rows, max_tokens, limits.max_context_tokens, model.largest_batch)
-        self._sample_sizes = Buckets.of(limits.rows, max_tokens, limits.max_context_tokens, limits.rows).batches
         self._stream = _stream(device)
-        self._pdl = device.type == "cuda"
-        with self._on_stream():
-            self._state = DeviceState(layout, model.hidden, model.vocab_size, model.dtype, device)
-            self._results = SampleResults(limits.rows, device)
-            self._masks = Masks(limits.rows, model.vocab_size, device)
+        self._steps = DeviceSteps(model, limits, masked=self._grammars is not None, stream=self._stream)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.default_stream(device))  # weights and cache were made there
-        self._sample_plan = limits.sample_plan
-        self._packer = Packer(layout, self._buckets, model.vocab_size, self._grammars)
-        self._ring = SlotRing(_SLOTS, layout, len(self._results.words), device)
+        layout = self._steps.layout
+        self._packer = Packer(layout, self._steps.buckets, model.vocab_size, self._grammars)
+        self._ring = SlotRing(_SLOTS, layout, len(self._steps.results.words), device)
         self._graphs = StepGraphs(device, enabled=limits.graphs)
+        self._compilation = Compilation(())
+        self._later: dict[StepShape, None] = {}
+        """Shapes whose graphs are made later, in this order."""
         self._closed = False
         storage = model.storage if limits.host_pages else None
         self._offload = None if storage is None else GpuOffload(storage, limits.host_pages, self._stream)
@@ -121,6 +96,8 @@ class GpuExecutor:
         grammar = sampling.grammar
         return grammar is None or self._grammars is None or self._grammars.ready(grammar)
 
+    # --- steps ------------------------------------------------------------------------------------------------------
+
     def launch(self, plan: StepPlan) -> GpuHandle:
         slot = self._ring.take()
         if self._offload is not None:
@@ -133,16 +110,19 @@ class GpuExecutor:
         Measurements use this to stand at a long context without computing it.
         """
         slot = self._ring.take()
+        if self._offload is not None:
+            self._offload.begin(plan)
         return self._enqueue(plan, slot, self._packer.differences(plan, slot.pairs_array))
 
     def _enqueue(self, plan: StepPlan, slot: Slot, packed: PackedStep) -> GpuHandle:
         begin_ns = time.perf_counter_ns()
+        all_masks = self._steps.masks
         for row in (*plan.freed_rows, *(new.row for new in plan.new_rows)):
-            self._masks.forget(row)
-        masks = self._masks.wanted(packed.samples) if packed.grammars else {}
+            all_masks.forget(row)
+        masks = all_masks.wanted(packed.samples) if packed.grammars else {}
         try:
-            with self._on_stream():
-                self._masks.upload(masks)
+            with self._steps.on_stream():
+                all_masks.upload(masks)
             self._enqueue_work(plan, slot, packed)
         except Exception:
             # The slot's memory may be read by a copy that was enqueued, with no event behind it to wait for.
@@ -154,11 +134,14 @@ class GpuExecutor:
         spent_ns = time.perf_counter_ns() - begin_ns
         handle = GpuHandle(plan, slot, packed, errors, spent_ns, self._offload)
         if packed.grammars:
-            self._masks.launched(packed.samples, handle)
+            all_masks.launched(packed.samples, handle)
         return handle
 
     def _enqueue_work(self, plan: StepPlan, slot: Slot, packed: PackedStep) -> None:
-        with self._on_stream():
+        steps = self._steps
+        if packed.shape in self._later:
+            self._make_graph(packed.shape)
+        with steps.on_stream():
             if slot.begin is not None:
                 slot.begin.record()
             for source, target in plan.copied_pages:
@@ -167,21 +150,32 @@ class GpuExecutor:
             if self._offload is not None:
                 self._offload.copied(plan)
             for row, words in packed.penalties:
-                self._state.sampling.penalties[row].copy_(torch.from_numpy(words))
-            self._state.staging[: packed.words].copy_(slot.pairs[: packed.words], non_blocking=True)
+                steps.state.sampling.penalties[row].copy_(torch.from_numpy(words))
+            steps.state.staging[: packed.words].copy_(slot.pairs[: packed.words], non_blocking=True)
             self._run(packed)
             if packed.samples:
-                back = self._results.copied_words(len(packed.samples), packed.plain)
-                slot.results[:back].copy_(self._results.words[:back], non_blocking=True)
+                back = steps.results.copied_words(len(packed.samples), packed.plain)
+                slot.results[:back].copy_(steps.results.words[:back], non_blocking=True)
             if slot.end is not None:
                 slot.end.record()
         if self._offload is not None:
             self._offload.end()
 
+    def _run(self, packed: PackedStep) -> None:
+        shape, steps = packed.shape, self._steps
+        if shape is None:
+            steps.scatter()
+            return
+        self._graphs.run((shape,), steps.body(shape))
+        if shape.kind is StepKind.MANY and packed.samples:
+            size = at_least(steps.sample_sizes, len(packed.samples))
+            self._graphs.run(("sample", size), steps.tail(size))
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self._compilation.close()
         if self._grammars is not None:
             self._grammars.close()
         if self._stream is not None:
@@ -190,113 +184,84 @@ class GpuExecutor:
             self._offload.close()
         self._graphs.close()
 
+    # --- getting ready ----------------------------------------------------------------------------------------------
+
     def shape_for(self, kind: StepKind, tokens: int, blocks: int) -> StepShape:
         """The shape that a step of this size is padded to, with at most `blocks` pages a row."""
-        decode = self._buckets.decode(tokens, blocks) if kind is StepKind.DECODE else None
-        return self._buckets.many(min(tokens, self._state.layout.max_tokens), blocks) if decode is None else decode
+        buckets = self._steps.buckets
+        decode = buckets.decode(tokens, blocks) if kind is StepKind.DECODE else None
+        return buckets.many(min(tokens, buckets.tokens[-1]), blocks) if decode is None else decode
 
-    def shapes(self) -> list[StepShape]:
-        """Every shape that a step can have, the largest first."""
-        buckets = self._buckets
-        shapes = [StepShape(StepKind.MANY, t, b) for t in buckets.tokens for b in buckets.blocks]
-        shapes += [StepShape(StepKind.DECODE, n, b) for n in buckets.batches for b in buckets.blocks]
-        return sorted(shapes, key=lambda s: s.tokens * s.blocks, reverse=True)
+    def start(self, compiling: Compilation | None = None) -> int:
+        """Get ready to serve, as `capture` does; most graphs are left for later."""
+        first, later = self._steps.first_and_later()
+        return self.capture(first, later, compiling)
 
-    def capture(self, shapes: list[StepShape] | None = None) -> int:
-        """Run and capture `shapes` (all if None) and every size of sampling; the number of graphs.
+    def capture(
+        self,
+        shapes: Sequence[StepShape] | None = None,
+        later: Sequence[StepShape] = (),
+        compiling: Compilation | None = None,
+    ) -> int:
+        """Make the graphs of `shapes` (all if None) and of every size of sampling; the number of graphs.
 
-        Nothing may be in flight. The largest should come first, so that the others find their scratch in its memory.
+        Nothing may be in flight. The largest shapes should come first, so that the others find their scratch in its
+        memory.
+
+        Args:
+            later: shapes whose graphs are made by `idle`, or when such a step first comes: a tenth of a second each.
+            compiling: kernels that are being compiled already. Those of `shapes` and `later` are if None.
         """
-        wanted = self.shapes() if shapes is None else shapes
-        sizes = tuple(reversed(self._sample_sizes))
-        few = self._model.warm_layers
-        with self._on_stream(), torch.inference_mode():
-            if self._stream is not None:
-                begin = time.perf_counter()
-                with noting_kernels() as kernels:
-                    for size in sizes:  # first, since sampling compiles longest
-                        self._pick_and_sample(size)
-                    for shape in wanted:
-                        self._body(shape, few)()
-                noted = time.perf_counter()
-                compile_all(kernels)
-                spent = (len(kernels), noted - begin, time.perf_counter() - noted)
-                _log.info("%d kernels noted in %.1f s and compiled in %.1f s", *spent)
-            for shape in wanted:
-                self._prepare((shape,), self._body(shape, few), self._body(shape))
-            for size in sizes:
-                self._prepare(("sample", size), self._tail(size), self._tail(size))
-            if self._stream is not None:
-                self._stream.synchronize()
-                torch.cuda.empty_cache()  # scratch of the eager runs; the graphs have their own
+        steps, few = self._steps, self._model.warm_layers
+        now = steps.shapes() if shapes is None else list(shapes)
+        begin = time.perf_counter()
+        if compiling is None and self._stream is not None:
+            launches = [steps.tail(size) for size in reversed(steps.sample_sizes)]
+            launches += [steps.body(shape, few) for shape in (*now, *later)]
+            with steps.on_stream():
+                compiling = Compilation(steps.kernels(launches))
+        if compiling is not None:
+            self._compilation = compiling
+        self._later.update(dict.fromkeys(later))
+        for shape in now:
+            self._make_graph(shape)
+        shapes_s = time.perf_counter() - begin
+        for size in reversed(steps.sample_sizes):
+            self._make(("sample", size), steps.tail(size), steps.tail(size))
+        if not self._later:
+            self._compilation.wait()
+        if self._stream is not None:
+            torch.cuda.empty_cache()  # scratch of runs without a graph; the graphs have their own
+        spent = (len(now), shapes_s, time.perf_counter() - begin - shapes_s)
+        _log.info("%d shapes ready in %.1f s, sampling %.1f s after", *spent)
         return len(self._graphs)
 
-    # --- pieces of a step -------------------------------------------------------------------------------------------
+    def idle(self) -> bool:
+        """As `engine.protocols.Idling.idle`: makes a graph."""
+        if self._later:
+            self._make_graph(next(iter(self._later)))
+            if not self._later:
+                self._compilation.wait()
+        return bool(self._later)
 
-    def _run(self, packed: PackedStep) -> None:
-        shape = packed.shape
-        if shape is None:
-            scatter(self._state.staging, self._state.words)
-            return
-        self._graphs.run((shape,), self._body(shape))
-        if shape.kind is StepKind.MANY and packed.samples:
-            size = at_least(self._sample_sizes, len(packed.samples))
-            self._graphs.run(("sample", size), self._tail(size))
+    def _make_graph(self, shape: StepShape) -> None:
+        self._make((shape,), self._steps.body(shape, self._model.warm_layers), self._steps.body(shape))
+        self._later.pop(shape, None)
 
-    def _prepare(self, key: tuple[object, ...], warm: Callable[[], None], launch: Callable[[], None]) -> None:
-        """Run `warm`, which loads every kernel that `launch` needs, and capture `launch`."""
-        self._state.staging[:2].zero_()
-        warm()
-        self._graphs.capture(key, launch)
-
-    def _body(self, shape: StepShape, layers: int | None = None) -> Callable[[], None]:
-        if shape.kind is StepKind.DECODE:
-            return lambda: self._decode(shape, layers)
-        return lambda: self._many(shape, layers)
-
-    def _tail(self, size: int) -> Callable[[], None]:
-        return lambda: self._pick_and_sample(size)
-
-    def _decode(self, shape: StepShape, layers: int | None) -> None:
-        """A whole decode step, sampling included."""
-        state, n = self._state, shape.tokens
-        scatter(state.staging, state.words)
-        positions, tokens, table = state.position[:n], state.tokens[:n], state.batch_table[:n]
-        decode_inputs(
-            state.token[:n], state.token_row[:n], positions, state.last_token, state.page_table, tokens, table,
-            max_blocks=shape.blocks, page_tokens=PAGE_TOKENS, pdl=self._pdl,
-        )  # fmt: skip
-        x = state.hidden[:n]
-        self._model.decode(tokens, positions, table, x, shape.blocks, layers)
-        self._sample(x)
-
-    def _many(self, shape: StepShape, layers: int | None) -> None:
-        state, n = self._state, shape.tokens
-        scatter(state.staging, state.words)
-        positions, rows, tokens = state.position[:n], state.token_row[:n], state.tokens[:n]
-        token_ids(state.token[:n], rows, positions, state.last_token, tokens, pdl=self._pdl)
-        tiles = state.tiles[: many_tiles(n, state.layout)]
-        self._model.many(tokens, positions, rows, state.page_table, tiles, state.hidden[:n], shape.blocks, layers)
-
-    def _pick_and_sample(self, size: int) -> None:
-        picked = self._state.picked[:size]
-        pick_rows(self._state.hidden, self._state.sample_index[:size], picked)
-        self._sample(picked)
-
-    def _sample(self, x: torch.Tensor) -> None:
-        """Sample after hidden states x [S, hidden] into `_results`, and into the state for the next step."""
-        state, size = self._state, x.shape[0]
-        logits = self._model.logits(x)
-        masks = None if self._grammars is None else self._masks.words[:size]
-        scratch = SampleScratch.allocate(size, logits.shape[1], self._sample_plan, x.device)
-        sample_rows(
-            logits, state.sample_row[:size], state.sample_position[:size], state.sampling, scratch,
-            self._results.first(size), plan=self._sample_plan, last_tokens=state.last_token,
-            bitmask=masks, pdl=self._pdl,
-        )  # fmt: skip
-
-    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def _make(self, key: tuple[object, ...], few: Callable[[], None], launch: Callable[[], None]) -> None:
+        """Capture `launch`. Before that `few`, which has all its kernels, runs over padding, since a capture must not
+        load kernels; the inputs of the step before are lost."""
+        steps = self._steps
+        with steps.on_stream(), torch.inference_mode():
+            if self._stream is not None:
+                begin = time.perf_counter()
+                unforeseen = self._compilation.wait_for(steps.kernels([few]))
+                spent = time.perf_counter() - begin
+                if unforeseen or spent > 0.5:
+                    _log.info("%s waited %.1f s for kernels, %d of them not foreseen", key, spent, unforeseen)
+            steps.state.clear_inputs()
+            few()
+            self._graphs.capture(key, launch)
 
 
 class GpuHandle:

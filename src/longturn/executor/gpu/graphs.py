@@ -37,7 +37,8 @@ class StepGraphs:
             return
         # torch.cuda.graph() would collect garbage and empty the cache each time: a tenth of a second a graph.
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool)
+        # Only this thread must keep to what a capture allows; a step may be in flight on the same stream.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             launch()
         finally:

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from longturn.kernels.sampling_table import SamplePlan
+
 
 class DeviceModel(Protocol):
     """A model and its page pool on one device. All work is enqueued on the current stream; nothing waits.
@@ -47,6 +49,10 @@ class DeviceModel(Protocol):
         max_blocks: int, layers: int | None = None,
     ) -> None:  # fmt: skip
         """The same for T tokens of any rows: x [T, hidden]; the others as in `kernels.many_tokens.ManyTokens`."""
+        ...
+
+    def sample_plan(self, samples: int) -> SamplePlan:
+        """How sampling after so many tokens deals out its work."""
         ...
 
     def copy_page(self, source: int, target: int) -> None:

@@ -21,9 +21,6 @@ class DeviceState:
     ) -> None:
         self.layout = layout
         self.words = torch.zeros(layout.words, dtype=torch.int32, device=device)
-        # Until a step says otherwise every input is padding: graphs are captured over it.
-        for part in (layout.position, layout.sample_row, layout.sample_position):
-            self.view(part).fill_(-1)
         self.staging = torch.zeros(HEADER_WORDS + 2 * layout.max_pairs, dtype=torch.int32, device=device)
         """Where a step's pairs arrive."""
         self.last_token = self.view(layout.last_token).view(-1)
@@ -51,6 +48,15 @@ class DeviceState:
         self.hidden = torch.zeros(layout.max_tokens, hidden, dtype=dtype, device=device)
         self.picked = torch.zeros(layout.max_samples, hidden, dtype=dtype, device=device)
         """Hidden states that are sampled after."""
+        self.clear_inputs()
+
+    def clear_inputs(self) -> None:
+        """Make every input of a step padding, and its differences none: such a step changes nothing. Until the next
+        step is written, that is."""
+        self.staging[:HEADER_WORDS].zero_()
+        self.tiles.zero_()
+        for part in (self.position, self.sample_row, self.sample_position):
+            part.fill_(-1)
 
     def view(self, part: Part) -> Tensor:
         """[rows, width] words of a part."""

@@ -1,0 +1,37 @@
+"""The least time of a decode step, against the one that the kernels' benchmark counts for itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from longturn.cli.steps.points import PRESETS, StepPreset, decode_floor_ms
+from longturn.models.make_checkpoint import PRESETS as SHAPES
+from longturn.models.make_checkpoint import preset_config
+from longturn.models.minimax_m3_config import minimax_m3_config
+
+
+@pytest.mark.parametrize(
+    ("preset", "rows", "context", "floor"),
+    # As in docs/performance.md.
+    [
+        ("mini60", 1, 131072, 1.70),
+        ("mini60", 32, 8192, 10.49),
+        ("slice8", 8, 32768, 6.61),
+        ("slice8-nvfp4-bf16kv", 1, 4096, 1.13),
+        ("slice8-nvfp4-bf16kv", 8, 32768, 2.56),
+    ],
+)
+def test_published_floors(preset: str, rows: int, context: int, floor: float) -> None:
+    form = PRESETS[preset]
+    c = minimax_m3_config(preset_config(SHAPES[form.shape])["text_config"])
+    assert decode_floor_ms(c, rows, context, form) == pytest.approx(floor, rel=0.01)
+
+
+def test_a_cache_of_fewer_bits_takes_its_bytes_off() -> None:
+    """One token and layer: an index key of 128 bytes instead of 256; each of 16 blocks 0.5625 bytes a value, not 2."""
+    c = minimax_m3_config(preset_config(SHAPES["slice8"])["text_config"])
+    context, values = 32768, 16 * 128 * 2 * 4 * 128
+    plain, packed = (decode_floor_ms(c, 8, context, StepPreset("", "nvfp4", cache)) for cache in ("bf16", "nvfp4"))
+    saved = 8 * 8 * (context * 128 * 1 + values * (2 - 0.5625))
+    assert (plain - packed) * 1e-3 * 4.4e12 == pytest.approx(saved)
+    assert decode_floor_ms(c, 8, context) == decode_floor_ms(c, 8, context, PRESETS["slice8"])

@@ -1,0 +1,67 @@
+"""`longturn tune`: what it says without a GPU, and which plans it keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longturn.cli.main import main
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--json"]) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert "tune measures a GPU, and there is none to use" in line
+    assert json.loads(said.out)["error"] in line
+
+
+@pytest.mark.parametrize("argv", [["--rows", "0"], ["--context", "0"], ["--tokens", "-1"], ["--layers", "0"]])
+def test_numbers_are_checked_before_anything_is_measured(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", *argv]) == 2
+    assert f"{argv[0]} must be at least 1" in capsys.readouterr().err
+
+
+def test_a_plan_is_kept_only_if_the_step_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from longturn.cli.steps import tuning
+    from longturn.kernels.packed_weights import WeightFormat
+    from longturn.kernels.plan_table import Entry, PlanTable
+    from longturn.models.make_checkpoint import PRESETS, preset_config
+    from longturn.models.minimax_m3_config import minimax_m3_config
+
+    preset = replace(PRESETS["tiny"], head_dim=128, index_dim=128, dense_attention=0)
+    tuner = tuning.Tuner(
+        minimax_m3_config(preset_config(preset)["text_config"]), experts=WeightFormat.PLAIN, others=WeightFormat.PLAIN,
+        kv_dtype=torch.bfloat16, layers=2, context=300, device="meta",
+    )  # fmt: skip
+    assert tuner.config.layers == 2
+    tables: list[PlanTable] = []
+    step_of = tuner._step
+
+    def noting(owner: object, table: PlanTable, size: int, many: bool) -> Callable[[], None]:
+        tables.append(table)
+        step_of(owner, table, size, many)  # type: ignore[arg-type]
+        return lambda: None
+
+    # The base, then one time a candidate: slower, a little faster, faster, does not run, faster again, ...
+    times = iter([1.0, 1.1, 0.995, 0.9, None, 0.8])
+    monkeypatch.setattr(tuner, "_step", noting)
+    monkeypatch.setattr(tuning, "_kernels", lambda step: [])
+    monkeypatch.setattr(tuning, "_time_ms", lambda step: next(times, 0.85))
+    kernels = {"projection": ({"dot_rows": 8}, {"warps": 2}, {"warps": 8}, {"slices": True}, {"dot_stages": 4})}
+    monkeypatch.setattr(tuning, "candidates", lambda size, many: kernels | {"msa": ({"tile": 64},)})
+    before = Entry("projection", tuning.MiniMaxM3Gpu(tuner._weights, 2).plans.shapes["projection"], 4, {"rows": 2})
+    other = replace(before, rows=16)
+    *tried, table = tuner.tune(PlanTable("card", (before, other)), [4], many=False)
+    assert [one.kept for one in tried if isinstance(one, tuning.Tried)] == [False, False, True, False, True, False]
+    assert isinstance(table, PlanTable)
+    assert table.entries[0] == other  # of other rows, and so left alone
+    (entry,) = table.entries[1:]
+    assert entry == replace(before, fields={"warps": 8, "dot_stages": 4})
+    assert before not in tables[0].entries  # measured again like anything else
