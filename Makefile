@@ -7,13 +7,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check -q
 
-.PHONY: demo test check install lint types bench-cpu soak clean
+.PHONY: demo test test-interpreted check install lint types bench-cpu soak clean
 
 demo: $(VENV)/.installed  ## Serve the embedded model, replay agent sessions against it, write two pages.
 	$(BIN)/longturn demo
 
-test: $(VENV)/.installed-dev lint types  ## The whole test suite.
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed-dev lint types  ## All that CI runs.
+	$(BIN)/python -m pytest -m "not interpreted"
+
+test-interpreted: $(VENV)/.installed-dev  ## Whole models of the GPU executor in Triton's interpreter: ten minutes of one core.
+	$(BIN)/python -m pytest -m interpreted tests/executor/gpu
 
 install: $(VENV)/.installed
 

@@ -46,6 +46,7 @@ def test_the_host_and_the_scatter_kernel_agree_on_the_header() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padded rows divide 0 by 0, and nobody reads them
+@pytest.mark.interpreted
 def test_chunked_cached_and_run_ahead_steps_equal_the_cpu_backend() -> None:
     """A short prompt beside a sparse one in chunks; then the sparse one again, cached, and once cached whole."""
     rng = random.Random(1)
@@ -67,6 +68,7 @@ def test_chunked_cached_and_run_ahead_steps_equal_the_cpu_backend() -> None:
 
 @pytest.mark.parametrize("dtype", [FP8, NVFP4])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.interpreted
 def test_caches_of_fewer_bits_equal_the_cpu_backend(dtype: torch.dtype) -> None:
     """Chunks, a decode, and pages found again."""
     rng = random.Random(4)
@@ -80,6 +82,7 @@ def test_caches_of_fewer_bits_equal_the_cpu_backend(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.interpreted
 def test_preempted_sampled_and_penalised_rows_equal_the_cpu_backend() -> None:
     """Three rows in a pool too small for them, read step by step, with temperature, truncation and penalties; the
     model's first layer has dense attention, and its experts are in NVFP4."""

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padded rows divide 0 by 0, and nobody reads them
+@pytest.mark.interpreted
 def test_a_page_that_left_and_came_back_gives_the_same_tokens() -> None:
     rng = random.Random(1)
     prompt, filler = ([rng.randrange(256) for _ in range(count)] for count in (131, 200))

@@ -43,7 +43,13 @@ _ANY_ROWS: Mapping[str, tuple[Fields, ...]] = {
 }
 _MANY: Mapping[str, tuple[Fields, ...]] = {
     "moe_many": ({"tile": 16}, {"tile": 32}, {"tile": 64}, {"tile": 128}, {"in_stages": 2}, {"in_columns": 128}),
-    "msa_many": ({"attend_warps": 8}, {"score_stages": 2}, {"score_warps": 4}),
+    "msa_many": (
+        {"attend_warps": 8},
+        {"score_stages": 2},
+        {"score_warps": 4},
+        {"hopper_turn": 4},
+        {"hopper_attend": True},
+    ),  # fmt: skip
 }
 _GAIN = 0.01
 """A plan is kept if the step is faster by this share; two timings of one plan differ by less."""
