@@ -141,7 +141,7 @@ def test_waiting_for_copies_is_not_taken_for_a_slow_step() -> None:
     assert bench.engine._scheduler.step_time.decode_ns == before > 0
 
 
-def test_an_abort_while_pages_are_on_their_way() -> None:
+def test_an_abort_while_pages_are_on_their_way_vllm_46283() -> None:
     bench = TieredBench(pages=12)
     prompt = random_tokens(random.Random(6), 6 * PAGE_TOKENS + 9)
     bench.run_one(make_request("cold", prompt, 1))

@@ -76,7 +76,7 @@ def agree(engine: Engine, vocab: int) -> None:
     assert len(set(cold)) > 1
 
 
-def test_embedded_model() -> None:
+def test_pages_from_host_memory_give_the_same_answer_sglang_38031() -> None:
     try:
         resolve_source(ModelConfig())
     except ModelError as error:
@@ -96,7 +96,7 @@ def test_embedded_model() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
-def test_tiny_minimax_m3(kv_dtype: torch.dtype) -> None:
+def test_index_keys_come_back_from_host_memory_too_sglang_38031(kv_dtype: torch.dtype) -> None:
     """Its pages have index keys, and it attends to chosen blocks alone: a lane left behind would show."""
     preset = Preset(
         hidden=128, layers=3, heads=2, kv_heads=1, head_dim=128, rotary_dim=64, index_dim=128, top_blocks=2,

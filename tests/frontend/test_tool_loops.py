@@ -183,7 +183,7 @@ async def test_every_turn_extends_the_tokens_of_the_one_before(loop: str, again:
 
 
 @pytest.mark.parametrize("opens", ["<think>\n\n</think>\n\n", "<think>\n", ""])
-async def test_empty_reasoning_that_the_template_leaves_out_of_the_history(opens: str) -> None:
+async def test_empty_reasoning_that_the_template_leaves_out_of_the_history_qwen_131(opens: str) -> None:
     """Qwen3's template with thinking switched off, and models that have nothing to think of."""
     template = QWEN.replace("assistant\n' }}{% endif", f"assistant\n{opens}' }}}}{{% endif")
     assert template != QWEN or not opens
@@ -203,7 +203,7 @@ async def test_empty_reasoning_that_the_template_leaves_out_of_the_history(opens
             messages += [{"role": "assistant", "content": "".join(chunk.text for chunk in chunks)}, AGAIN]
 
 
-async def test_old_reasoning_goes_where_the_template_drops_it() -> None:
+async def test_old_reasoning_goes_where_the_template_drops_it_qwen_112() -> None:
     template, _, _, texts = LOOPS["qwen"]
     frontend = frontend_of(template, [texts[-1], "hm"])
     await turn(frontend, [USER])

@@ -49,7 +49,7 @@ _MANY: Mapping[str, tuple[Fields, ...]] = {
         {"score_warps": 4},
         {"hopper_turn": 4},
         {"hopper_attend": True},
-    ),  # fmt: skip
+    ),
 }
 _GAIN = 0.01
 """A plan is kept if the step is faster by this share; two timings of one plan differ by less."""
