@@ -160,14 +160,19 @@ class EngineChild:
     def abort(self) -> None:
         """End a process that does not listen: it writes where its threads stand, or is killed if it does not even do
         that."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGABRT)
-            asyncio.get_running_loop().call_later(STOP_S, self.kill)
+        self._signal(signal.SIGABRT)
+        asyncio.get_running_loop().call_later(STOP_S, self.kill)
 
     def kill(self) -> None:
         """End the process at once."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """`Process.send_signal` would poll first: of a process that is just ending it would take the exit status away
+        from asyncio, which then warns on standard error and reports 255."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     def tail(self) -> list[str]:
         """The last lines that the process wrote."""
@@ -180,13 +185,12 @@ class EngineChild:
                 self.send(Stop())
             else:
                 # It reads no commands while it builds the engine.
-                self._process.terminate()
-            for signal_it in (self._process.terminate, self._process.kill):
+                self._signal(signal.SIGTERM)
+            for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._process.wait(), STOP_S)
                     break
-                with contextlib.suppress(ProcessLookupError):
-                    signal_it()
+                self._signal(number)
         await self._exited
         if self._process.stdin is not None:
             self._process.stdin.close()
