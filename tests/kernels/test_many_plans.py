@@ -36,3 +36,14 @@ def test_plans_of_attention_fit(heads: tuple[int, int], element_bytes: int) -> N
     plan = MsaManyPlan.default(shape).fitting(element_bytes)
     assert plan.shared_bytes(shape, element_bytes) <= MOST_BYTES
     assert plan.score_tokens * heads[1] >= 8 and plan.piece == MsaManyPlan.default(shape).piece
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_products_over_parts_of_quantised_words_are_wide_enough(element_bytes: int, parts: int) -> None:
+    """A word holds `parts` values, each a factor of its own product, and tensor-core products are 16 columns wide."""
+    for experts, top in ((128, 4), (8, 2), (32, 0)):
+        for tokens in (1, 40, 512, 8192):
+            plan = MoeManyPlan.packed(tokens, experts, top).fitting(element_bytes, parts)
+            assert min(plan.in_block, plan.down_block) >= 16 * parts
+            assert plan.tile <= 64 or top, "MXFP8 weights of a plain MLP do not fit beside tiles of 128"

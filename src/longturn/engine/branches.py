@@ -63,7 +63,9 @@ class Branches:
         if tail.first and sequence.hashes[tail.first - 1] != tail.parent:
             return ()
         del self._tails[session]
-        old, new = tail.tokens, sequence.request.prompt[tail.first * _PAGE_BYTES :]
+        start = tail.first * _PAGE_BYTES
+        old = tail.tokens
+        new = sequence.request.prompt[start : start + len(old)]
         common = min(len(old), len(new))
         if old[:common] == new[:common]:
             return ()
