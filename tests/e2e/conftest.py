@@ -17,6 +17,9 @@ from longturn.config import ModelConfig
 from longturn.errors import ModelError
 from longturn.source import resolve_source
 
+SERVE = (sys.executable, "-m", "longturn.cli.main", "serve", "--port", "0", "--json", "--threads", "1")
+"""One thread: a second one waits for a core whenever other tests run beside these."""
+
 
 @dataclass(frozen=True)
 class Server:
@@ -47,8 +50,7 @@ def embedded_model() -> None:
 
 @pytest.fixture(scope="session")
 def server(embedded_model: None) -> Iterator[Server]:
-    command = [sys.executable, "-m", "longturn.cli.main", "serve", "--port", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(SERVE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = (json.loads(line) for line in process.stdout)
     url = next((line["ready"] for line in lines if "ready" in line), None)

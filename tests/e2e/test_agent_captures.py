@@ -58,7 +58,8 @@ def url(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server on the script of each family of models."""
     folder = tmp_path_factory.mktemp("scripted")
     scripts = {name: [turn["answer"] for turn in capture["turns"]] for name, capture in CAPTURES.items()}
-    (folder / "scripts.json").write_text(json.dumps({**scripts, "default": [{"text": "Hello."}]}))
+    scripts |= {"texts": with_texts(scripts["claude_code"]), "default": [{"text": "Hello."}]}
+    (folder / "scripts.json").write_text(json.dumps(scripts))
     (folder / "settings.json").write_text(json.dumps(SETTINGS))
     command = [sys.executable, "-m", "tests.e2e.scripted_agent", str(folder / "model"), family]
     command += [str(folder / "scripts.json"), str(folder / "settings.json")]
@@ -72,6 +73,13 @@ def url(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield found[0]
     process.terminate()
     assert process.wait(20) == 0
+
+
+def with_texts(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Answers of a model that writes a text where the tool wants a number, and a number as JavaScript does not."""
+    said = json.loads(json.dumps(answers))
+    said[0]["calls"][0][1]["timeout"] = "5000.0"
+    return said
 
 
 def expected(body: dict[str, Any], answer: dict[str, Any]) -> Heard:
@@ -107,6 +115,18 @@ def test_every_turn_is_heard_as_it_was_said_and_continues_the_one_before(url: st
         # The last sampled token, which ends the answer, was never computed.
         computed = answer.prompt_tokens + answer.output_tokens - 1
     assert computed > 5 * PAGE_TOKENS
+
+
+def test_a_text_of_which_the_agent_makes_a_number_keeps_the_turn(url: str) -> None:
+    capture = json.loads(json.dumps(CAPTURES["claude_code"]).replace("@script:claude_code@", "@script:texts@"))
+    first, second = bodies(capture)[:2]
+    answer = heard(capture["path"], post(url, capture, {**first, "cache_salt": "texts"}).text)
+    assert answer.calls[0][1]["timeout"] in ("5000.0", 5000)  # by how the model writes calls
+    assert second["messages"][-2]["content"][-1]["input"]["timeout"] == 5000
+    reply = post(url, capture, {**second, "cache_salt": "texts"})
+    assert reply.headers["x-longturn-reuse"] == "extended", reply.text
+    computed = answer.prompt_tokens + answer.output_tokens - 1
+    assert reply.headers["x-longturn-cached-tokens"] == str(computed // PAGE_TOKENS * PAGE_TOKENS)
 
 
 @pytest.mark.parametrize("agent", sorted(CAPTURES))

@@ -12,7 +12,7 @@ from longturn.report.point import load_point
 from tests.e2e.conftest import Server
 
 LOAD = ["--traces", "workshop.json", "--scale-context", "0.2", "--duration", "2"]
-QUALITY = ["bench", "quality", "--positions", "8", "--window", "8", "--answer-tokens", "0"]
+QUALITY = ["bench", "quality", "--positions", "8", "--window", "8", "--answer-tokens", "0", "--a", "weights=packed"]
 
 
 @pytest.mark.parametrize("api", ["chat", "completions"])
@@ -47,6 +47,5 @@ def test_quality_of_another_configuration_does_not_attach(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "agentx", "--url", server.url, *LOAD, "--out", str(tmp_path)]) == 0
-    same = ["--a", "weights=fp32", "--b", "weights=fp32"]
-    assert main([*QUALITY, *same, "--attach", str(tmp_path)]) != 0
+    assert main([*QUALITY, "--b", "weights=packed,dtype=fp32", "--attach", str(tmp_path)]) != 0
     assert "another configuration: " in capsys.readouterr().err

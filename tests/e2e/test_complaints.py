@@ -188,7 +188,7 @@ def test_a_long_prompt_does_not_stop_a_running_answer_vllm_54919(http: httpx.Cli
                 lines = reply.aiter_lines()
                 for _ in range(6):
                     await anext(lines)
-                prompt = "A long prompt that nobody has sent before. " * 400
+                prompt = "A long prompt that nobody has sent before. " * 150
                 asked = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 1}
                 task = asyncio.create_task(client.post(CHAT, json=asked))
                 between = 0

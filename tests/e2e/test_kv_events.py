@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import httpx
 import msgspec
 import zmq
+
+from tests.e2e.conftest import SERVE
 
 
 def replayed(context: zmq.Context[Any], endpoint: str) -> list[Any]:
@@ -29,8 +30,7 @@ def replayed(context: zmq.Context[Any], endpoint: str) -> list[Any]:
 
 def test_cached_pages_are_published(embedded_model: None, tmp_path: Path) -> None:
     events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
-    command = [sys.executable, "-m", "longturn.cli.main", "serve", "--port", "0", "--json"]
-    command += ["--kv-events-endpoint", events, "--kv-events-replay-endpoint", replay]
+    command = [*SERVE, "--kv-events-endpoint", events, "--kv-events-replay-endpoint", replay]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     context: zmq.Context[Any] = zmq.Context()
     try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+
+from tests.e2e.conftest import SERVE
 
 KEYS = ("key-one", "key-two")
 SESSION = "0b5a2b9e-3a68-4a83-8d5e-2f4a8f8f5f11"
@@ -25,7 +26,7 @@ CLIENTS: list[dict[str, Any]] = [
     {"key": KEYS[1], "salt": None},
     {"key": KEYS[1], "salt": "a"},
 ]
-SECRET = "The password of the vault is tulip-7, and only Anna knows it. " * 12
+SECRET = "The password of the vault is tulip-7, and only Anna knows it. " * 9
 SYSTEM = f"x-billing-header: number=1\nYou keep secrets. {SECRET}"
 TIMES = frozenset({"id", "created", "created_at", "completed_at"})
 OWN = frozenset({"date", "x-request-id", "request-id", "content-length"})
@@ -33,9 +34,8 @@ OWN = frozenset({"date", "x-request-id", "request-id", "content-length"})
 
 @pytest.fixture(scope="module")
 def url(embedded_model: None) -> Iterator[str]:
-    command = [sys.executable, "-m", "longturn.cli.main", "serve", "--port", "0", "--json"]
     keys = [part for key in KEYS for part in ("--api-key", key)]
-    process = subprocess.Popen([*command, *keys], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*SERVE, *keys], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = (json.loads(line) for line in process.stdout)
     found = next((line["ready"] for line in lines if "ready" in line), None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from tests.e2e.conftest import SERVE
 
 CHAT = "/v1/chat/completions"
 PROMPT = [{"role": "user", "content": "A secret plan, told in many words. " * 40}]
@@ -20,8 +21,7 @@ PROMPT = [{"role": "user", "content": "A secret plan, told in many words. " * 40
 def url(embedded_model: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     keys: Path = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("# more\nthree\n")
-    command = [sys.executable, "-m", "longturn.cli.main", "serve", "--port", "0", "--json"]
-    command += ["--api-key", "one", "--api-key", "two", "--api-keys-file", str(keys)]
+    command = [*SERVE, "--api-key", "one", "--api-key", "two", "--api-keys-file", str(keys)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     first = json.loads(process.stdout.readline())

@@ -16,7 +16,8 @@ from longturn.frontend.records import ChatPrompt, TextChunk, TextRequest, ToolCh
 from tests.frontend import qwen3_coder
 from tests.frontend.fakes import IM_END, fake_frontend, outputs_of, tiny_tokenizer
 
-SCHEMA = {"type": "object", "properties": {"deep": {"type": "boolean", "default": False}}}
+PROPERTIES = {"deep": {"type": "boolean", "default": False}, "wait": {"anyOf": [{"type": "number"}]}}
+SCHEMA = {"type": "object", "properties": PROPERTIES}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 USER = {"role": "user", "content": "hello"}
 AGAIN = {"role": "user", "content": "and now?"}
@@ -100,8 +101,10 @@ def llama(call: str) -> str:
     return f'{{"name": "look", "parameters": {call}}}'
 
 
-# Numbers, escapes and white space that no template would write.
-SPELLINGS = ['{"a":1.50}', '{"b": "\\u00e9\\/"}', '{ "c" : [1e3, "é"] }']
+# Numbers, escapes and white space that no template would write, and texts for what the schema says is none.
+SPELLINGS = [
+    '{"a":1.50}', '{"b": "\\u00e9\\/"}', '{ "c" : [1e3, "é"] }', '{"wait": "5000.0", "deep": "false", "text": "5000"}'
+]  # fmt: skip
 LOOPS: dict[str, tuple[str, str, str | None, list[str]]] = {
     "qwen": (
         QWEN,
@@ -111,6 +114,7 @@ LOOPS: dict[str, tuple[str, str, str | None, list[str]]] = {
             f"<think>\nI é must.\n</think>\n\n{hermes(SPELLINGS[0])}",
             f"<think>\n\nmore\n\n</think>\n\nText.\n{hermes(SPELLINGS[1], '{}')}",
             hermes(SPELLINGS[2]),
+            hermes(SPELLINGS[3]),
             "<think>\nenough\n</think>\n\nIt is done.\n",
         ],
     ),
@@ -126,7 +130,7 @@ LOOPS: dict[str, tuple[str, str, str | None, list[str]]] = {
             "It is done.",
         ],
     ),
-    "plain": (PLAIN, "hermes", None, [f"One moment. {hermes(*SPELLINGS[:2])}", hermes(SPELLINGS[2]), " Done."]),
+    "plain": (PLAIN, "hermes", None, [f"One moment. {hermes(*SPELLINGS[:2])}", hermes(*SPELLINGS[2:]), " Done."]),
 }
 
 
@@ -148,8 +152,15 @@ async def turn(frontend: Frontend, messages: list[Any], **options: Any) -> list[
 
 
 def decoded(text: str) -> str:
-    """As agents send arguments back that they have read by the tool's schema: in its order, with its defaults."""
-    return json.dumps({"deep": False, **dict(reversed(json.loads(text).items()))})
+    """As agents send arguments back that they have read by the tool's schema: in its order, with its defaults, of its
+    types, and with numbers as JavaScript writes them."""
+    values = {"deep": False, **dict(reversed(json.loads(text, parse_float=javascript).items()))}
+    return json.dumps({k: json.loads(v, parse_float=javascript) if k in PROPERTIES and isinstance(v, str) else v
+                       for k, v in values.items()})  # fmt: skip
+
+
+def javascript(number: str) -> int | float:
+    return int(float(number)) if float(number).is_integer() else float(number)
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))

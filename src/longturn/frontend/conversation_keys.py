@@ -5,7 +5,6 @@ Everything is hashed under the tenant and its cache salt, so that no name of one
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
@@ -14,15 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longturn.engine.hashing import salt_key
+from longturn.frontend.conversation_calls import Forms, argument_forms, canonical_call
 from longturn.frontend.records import ChatPrompt
 
 SYSTEM_ROLES = ("system", "developer")
 _UNGUESSABLE = re.compile(r"[0-9a-f]{8}(?:-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.I)
 """A UUID, written with or without its dashes."""
-
-
-Defaults = Mapping[str, Mapping[str, Any]]
-"""Values that arguments have where a call leaves them out, by tool and argument, as the tools' schemas say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,7 @@ class History:
     """Stands for the tenant's session under any salt, where its name is one that nobody guesses."""
     scope: bytes = b""
     """Stands for the tenant and its salt."""
-    defaults: Defaults = field(default_factory=dict)
+    forms: Forms = field(default_factory=dict)
     """Of the tools' arguments."""
 
 
@@ -55,9 +51,9 @@ def history_of(prompt: ChatPrompt, *, tenant: str | None, cache_salt: str | None
     scope = scope_of(tenant, cache_salt)
     tools, arguments = list(prompt.tools), dict(prompt.template_kwargs)
     keys = [_hash(scope, {"tools": tools, "kwargs": arguments})]
-    root, defaults = None, defaults_of(prompt.callable_tools)
+    root, forms = None, argument_forms(prompt.callable_tools)
     for message in prompt.messages:
-        keys.append(_chain(keys[-1], message, defaults))
+        keys.append(_chain(keys[-1], message, forms))
         if root is None and message.get("role") == "user":
             root = keys[-1]
     answers = tuple(
@@ -73,7 +69,7 @@ def history_of(prompt: ChatPrompt, *, tenant: str | None, cache_salt: str | None
         body=body,
         session=_secret_session(tenant, session_id),
         scope=scope,
-        defaults=defaults,
+        forms=forms,
     )
 
 
@@ -116,7 +112,7 @@ def text_key(text: str, scope: bytes) -> bytes:
 
 def answer_key(history: History, answer: Mapping[str, Any]) -> bytes:
     """The key of a history once the client sends the answer back behind it."""
-    return _chain(history.keys[-1], answer, history.defaults)
+    return _chain(history.keys[-1], answer, history.forms)
 
 
 def scope_of(tenant: str | None, cache_salt: str | None) -> bytes:
@@ -130,28 +126,12 @@ def body_of(prompt: ChatPrompt, scope: bytes) -> bytes:
     return _hash(scope, {"body": None if first is None else canonical_message(first)})
 
 
-def defaults_of(tools: Sequence[Mapping[str, Any]]) -> Defaults:
-    """What the schemas of a request's tools say of arguments that are left out."""
-    defaults: dict[str, dict[str, Any]] = {}
-    for tool in tools:
-        function = tool.get("function")
-        if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
-            continue
-        schema = function.get("parameters")
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        for key, value in properties.items() if isinstance(properties, Mapping) else ():
-            if isinstance(value, Mapping) and "default" in value:
-                defaults.setdefault(name, {})[key] = value["default"]
-    return defaults
-
-
-def canonical_message(message: Mapping[str, Any], defaults: Defaults | None = None) -> dict[str, Any]:
+def canonical_message(message: Mapping[str, Any], forms: Forms | None = None) -> dict[str, Any]:
     """A message without what clients change on the way back.
 
     Of an assistant message only its text (surrounding space aside: clients trim) and its tool calls' names and
-    arguments count; null fields and identifiers of calls are the client's business. Arguments count as the values that
-    they are: agents decode them by the tool's schema, which puts them into its order and writes defaults out (Claude
-    Code's `Edit`, for one). Other messages count whole.
+    arguments (`conversation_calls`) count; null fields and identifiers of calls are the client's business. Other
+    messages count whole.
     """
     if message.get("role") != "assistant":
         return {key: value for key, value in message.items() if value is not None}
@@ -163,29 +143,8 @@ def canonical_message(message: Mapping[str, Any], defaults: Defaults | None = No
         "content": content.strip() if isinstance(content, str) else content or "",
     }
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_canonical_call(call, defaults or {}) for call in calls]
+        plain["tool_calls"] = [canonical_call(call, forms or {}) for call in calls]
     return plain
-
-
-def _canonical_call(call: Any, defaults: Defaults) -> Any:
-    function = call.get("function", call) if isinstance(call, Mapping) else call
-    if not isinstance(function, Mapping):
-        return call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # what is no JSON is compared as the text that it is
-            arguments = json.loads(arguments)
-    name = function.get("name")
-    if isinstance(arguments, Mapping) and all(isinstance(key, str) for key in arguments):
-        known = defaults.get(name, {}) if isinstance(name, str) else {}
-        kept = {key: value for key, value in arguments.items() if key not in known or not _same(value, known[key])}
-        arguments = json.loads(json.dumps(kept, sort_keys=True))
-    return {"name": name, "arguments": arguments}
-
-
-def _same(a: Any, b: Any) -> bool:
-    # In Python 0 == False, in JSON not.
-    return type(a) is type(b) and bool(a == b)
 
 
 def _names(scope: bytes, session_id: str | None, beginnings: tuple[bytes, ...]) -> tuple[bytes, ...]:
@@ -202,8 +161,8 @@ def _secret_session(tenant: str | None, session_id: str | None) -> bytes | None:
     return _hash(salt_key("session", tenant), session_id)
 
 
-def _chain(parent: bytes, message: Mapping[str, Any], defaults: Defaults) -> bytes:
-    return _hash(parent, canonical_message(message, defaults))
+def _chain(parent: bytes, message: Mapping[str, Any], forms: Forms) -> bytes:
+    return _hash(parent, canonical_message(message, forms))
 
 
 def _join(a: bytes, b: bytes) -> bytes:

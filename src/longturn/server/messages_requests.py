@@ -14,6 +14,7 @@ from typing import Any
 from longturn.errors import RequestError
 from longturn.frontend.grammar import GrammarSpec
 from longturn.frontend.records import ChatPrompt, ToolChoice
+from longturn.server.fields import invalid, not_supported, text_in
 from longturn.server.messages_types import INVALID_INPUT, MessagesRequest
 from longturn.server.openai_requests import choices_of
 from longturn.server.refused import check_refused
@@ -32,14 +33,14 @@ _HIGHEST_EFFORT = {"xhigh": "high", "max": "high"}
 def check_supported(request: MessagesRequest) -> None:
     """Raises RequestError for what Longturn does not do."""
     if request.mcp_servers:
-        raise _unsupported("mcp_servers", "the server calls no other servers; give their tools as 'tools'")
+        raise not_supported("mcp_servers", "the server calls no other servers; give their tools as 'tools'")
     if request.container is not None:
-        raise _unsupported("container", "code is not executed on the server")
+        raise not_supported("container", "code is not executed on the server")
     if request.prompt_logprobs is not None:
-        raise _unsupported("prompt_logprobs", "it is not supported here; use /v1/chat/completions")
+        raise not_supported("prompt_logprobs", "it is not supported here; use /v1/chat/completions")
     check_refused(request)
     if choices_of(request) != 1:
-        raise _unsupported("n", "a message is one answer")
+        raise not_supported("n", "a message is one answer")
 
 
 def max_tokens(request: MessagesRequest) -> int:
@@ -47,7 +48,7 @@ def max_tokens(request: MessagesRequest) -> int:
     if request.max_tokens is None:
         raise RequestError("'max_tokens' is missing", param="max_tokens", code="missing_required_parameter")
     if request.max_tokens < 1:
-        raise _bad("max_tokens", f"must be at least 1, not {request.max_tokens}")
+        raise invalid("max_tokens", f"must be at least 1, not {request.max_tokens}")
     return request.max_tokens
 
 
@@ -56,7 +57,7 @@ def thinks(request: MessagesRequest) -> bool:
     if request.thinking is None:
         return False
     if (wanted := _THINKS.get(request.thinking.type)) is None:
-        raise _bad("thinking.type", f"must be one of {', '.join(_THINKS)}, not {request.thinking.type!r}")
+        raise invalid("thinking.type", f"must be one of {', '.join(_THINKS)}, not {request.thinking.type!r}")
     return wanted
 
 
@@ -68,7 +69,7 @@ def answer_grammar(request: MessagesRequest) -> GrammarSpec | None:
     spec = response_format_grammar(None if form is None else {"strict": True, **form}, param)
     other = grammar_of(request)
     if spec is not None and other is not None:
-        raise _bad(other.param, f"cannot be given together with '{param}'")
+        raise invalid(other.param, f"cannot be given together with '{param}'")
     return spec or other
 
 
@@ -83,7 +84,7 @@ def chat_prompt(request: MessagesRequest, unsupported: Unsupported = "refuse") -
         RequestError: a message or a tool is malformed, or needs what this server does not do.
     """
     if not request.messages:
-        raise _bad("messages", "must hold at least one message")
+        raise invalid("messages", "must hold at least one message")
     kwargs = dict(request.chat_template_kwargs or {})
     kwargs.setdefault("enable_thinking", thinks(request))
     if request.output_config is not None and (effort := request.output_config.effort) is not None:
@@ -109,17 +110,17 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None, unsupported: Unsupport
         if (kind := tool.get("type")) not in (None, "custom"):
             if unsupported == "drop":
                 continue
-            raise _unsupported(
+            raise not_supported(
                 f"{where}.type",
                 f"tools of type {kind!r} are not supported, only the client's own "
                 "(--server-unsupported-tools drop leaves such tools out)",
             )
-        function: dict[str, Any] = {"name": _text(tool, "name", where)}
+        function: dict[str, Any] = {"name": text_in(tool, "name", where)}
         if tool.get("description") is not None:
             function["description"] = tool["description"]
         schema = tool.get("input_schema")
         if not isinstance(schema, Mapping):
-            raise _bad(f"{where}.input_schema", "must be a JSON schema: an object")
+            raise invalid(f"{where}.input_schema", "must be a JSON schema: an object")
         function["parameters"] = schema
         if tool.get("strict") is not None:
             function["strict"] = tool["strict"]
@@ -144,11 +145,11 @@ def choice_of(request: MessagesRequest, tools: Sequence[Mapping[str, Any]]) -> T
     parallel = choice.get("disable_parallel_tool_use") is not True
     kind = choice.get("type")
     if kind == "tool":
-        return tool_choice({"type": "function", "name": _text(choice, "name", "tool_choice")}, tools, parallel)
+        return tool_choice({"type": "function", "name": text_in(choice, "name", "tool_choice")}, tools, parallel)
     if not isinstance(kind, str) or kind not in _CHOICES:
-        raise _bad("tool_choice.type", f"must be one of {', '.join((*_CHOICES, 'tool'))}, not {kind!r}")
+        raise invalid("tool_choice.type", f"must be one of {', '.join((*_CHOICES, 'tool'))}, not {kind!r}")
     if kind == "any" and not tools:
-        raise _bad("tool_choice", "is 'any', but there are no tools")
+        raise invalid("tool_choice", "is 'any', but there are no tools")
     return tool_choice(_CHOICES[kind], tools, parallel) if tools else tool_choice(None, tools, parallel)
 
 
@@ -169,9 +170,9 @@ def _messages(request: MessagesRequest, functions: Mapping[str, Any]) -> list[Me
         elif role == "system":
             messages.append({"role": "system", "content": _joined(content, f"{where}.content")})
         else:
-            raise _bad(f"{where}.role", f"must be user, assistant or system, not {role!r}")
+            raise invalid(f"{where}.role", f"must be user, assistant or system, not {role!r}")
     if messages[-1]["role"] == "assistant":
-        raise _unsupported(
+        raise not_supported(
             f"messages[{len(request.messages) - 1}]",
             "continuing an answer that was begun is not supported; the last message must be the user's",
         )
@@ -195,9 +196,9 @@ def _user(content: Any, where: str, functions: Mapping[str, Any]) -> list[Messag
     for here, kind, block in _blocks(content, where):
         if kind == "tool_result":
             result = "" if block.get("content") is None else _joined(block["content"], f"{here}.content", functions)
-            messages.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", here), "content": result})
+            messages.append({"role": "tool", "tool_call_id": text_in(block, "tool_use_id", here), "content": result})
         elif kind == "text":
-            texts.append(_text(block, "text", here))
+            texts.append(text_in(block, "text", here))
         else:
             raise _other_block(here, kind)
     if texts or not messages:
@@ -212,15 +213,15 @@ def _assistant(content: Any, where: str) -> Message:
     calls = []
     for here, kind, block in _blocks(content, where):
         if kind == "text":
-            message["content"] += _text(block, "text", here)
+            message["content"] += text_in(block, "text", here)
         elif kind == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + _text(block, "thinking", here)
+            message["reasoning_content"] = message.get("reasoning_content", "") + text_in(block, "thinking", here)
         elif kind == "tool_use":
             given = block.get("input", {})
             if not isinstance(given, Mapping):
-                raise _bad(f"{here}.input", "must be an object")
-            function = {"name": _text(block, "name", here), "arguments": _arguments(given)}
-            calls.append({"id": _text(block, "id", here), "type": "function", "function": function})
+                raise invalid(f"{here}.input", "must be an object")
+            function = {"name": text_in(block, "name", here), "arguments": _arguments(given)}
+            calls.append({"id": text_in(block, "id", here), "type": "function", "function": function})
         elif kind != "redacted_thinking":
             raise _other_block(here, kind)
     return message | {"tool_calls": calls} if calls else message
@@ -245,46 +246,31 @@ def _joined(content: Any, where: str, functions: Mapping[str, Any] | None = None
     texts = []
     for here, kind, block in _blocks(content, where):
         if kind == "tool_reference" and functions is not None:
-            name = _text(block, "tool_name", here)
+            name = text_in(block, "tool_name", here)
             if name not in functions:
-                raise _bad(f"{here}.tool_name", f"is '{name}', which is none of the tools")
+                raise invalid(f"{here}.tool_name", f"is '{name}', which is none of the tools")
             texts.append(json.dumps(functions[name], ensure_ascii=False))
             continue
         if kind != "text":
             raise _other_block(here, kind)
-        texts.append(_text(block, "text", here))
+        texts.append(text_in(block, "text", here))
     return "\n".join(texts)
 
 
 def _blocks(content: Any, where: str) -> list[tuple[str, Any, Mapping[str, Any]]]:
     """Place, type and fields of each block."""
     if not isinstance(content, list):
-        raise _bad(where, "must be a text or a list of content blocks")
+        raise invalid(where, "must be a text or a list of content blocks")
     made = []
     for number, block in enumerate(content):
         here = f"{where}[{number}]"
         if not isinstance(block, Mapping):
-            raise _bad(here, "must be an object")
+            raise invalid(here, "must be an object")
         made.append((here, block.get("type"), block))
     return made
-
-
-def _text(block: Mapping[str, Any], key: str, where: str) -> str:
-    value = block.get(key)
-    if not isinstance(value, str):
-        raise _bad(f"{where}.{key}", "must be a text")
-    return value
 
 
 def _other_block(where: str, kind: Any) -> RequestError:
     # Claude Code looks for these words: it then takes the images out of its conversation and goes on.
     media = {"image": "could not process image: ", "document": "could not process pdf: "}.get(str(kind), "")
-    return _unsupported(f"{where}.type", f"{media}content of type {kind!r} is not supported here")
-
-
-def _bad(param: str, what: str) -> RequestError:
-    return RequestError(f"'{param}' {what}", param=param, code="invalid_value")
-
-
-def _unsupported(param: str, what: str) -> RequestError:
-    return RequestError(f"'{param}': {what}", param=param, code="unsupported_value")
+    return not_supported(f"{where}.type", f"{media}content of type {kind!r} is not supported here")

@@ -11,6 +11,7 @@ import msgspec
 from longturn.engine.records import SamplingParams
 from longturn.errors import NotFoundError, RequestError
 from longturn.frontend.records import ChatPrompt, Prompt, TextPrompt, TokenPrompt, ToolChoice
+from longturn.server.fields import invalid, not_supported
 from longturn.server.openai_types import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from longturn.server.refused import check_refused
 from longturn.server.tool_choice import tool_choice
@@ -66,7 +67,7 @@ def choices_of(request: SamplingFields) -> int:
     """`n`, checked."""
     n = 1 if request.n is None else request.n
     if not 1 <= n <= MAX_CHOICES:
-        raise _bad("n", f"must be between 1 and {MAX_CHOICES}, not {n}")
+        raise invalid("n", f"must be between 1 and {MAX_CHOICES}, not {n}")
     return n
 
 
@@ -76,18 +77,18 @@ def candidates_of(request: CompletionRequest) -> int:
     if request.best_of is None:
         return n
     if not n <= request.best_of <= MAX_CHOICES:
-        raise _bad("best_of", f"must be between 'n' ({n}) and {MAX_CHOICES}, not {request.best_of}")
+        raise invalid("best_of", f"must be between 'n' ({n}) and {MAX_CHOICES}, not {request.best_of}")
     if request.stream and request.best_of > n:
-        raise _bad("best_of", "must equal 'n' when 'stream' is true: the best are known at the end only")
+        raise invalid("best_of", "must equal 'n' when 'stream' is true: the best are known at the end only")
     return request.best_of
 
 
 def check_common(request: SamplingFields) -> None:
     """Raises RequestError for parameters whose value Longturn cannot honour."""
     if request.stream_options is not None and not request.stream:
-        raise _bad("stream_options", "is only allowed when 'stream' is true")
+        raise invalid("stream_options", "is only allowed when 'stream' is true")
     if request.prompt_logprobs is not None and request.stream:
-        raise _bad("prompt_logprobs", "is only allowed when 'stream' is not true")
+        raise invalid("prompt_logprobs", "is only allowed when 'stream' is not true")
     check_refused(request)
 
 
@@ -112,15 +113,15 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
     """
     if request.functions is not None or request.function_call is not None:
         name = "functions" if request.functions is not None else "function_call"
-        raise _unsupported(name, "it is deprecated; use 'tools'")
+        raise not_supported(name, "it is deprecated; use 'tools'")
     if request.echo:
-        raise _unsupported("echo", "only text completions repeat their prompt")
+        raise not_supported("echo", "only text completions repeat their prompt")
     if request.include_reasoning is False:
-        raise _unsupported("include_reasoning", "reasoning is always shown, apart from the content")
+        raise not_supported("include_reasoning", "reasoning is always shown, apart from the content")
     if request.audio is not None:
-        raise _unsupported("audio", "only 'text' is supported")
+        raise not_supported("audio", "only 'text' is supported")
     if any(kind != "text" for kind in request.modalities or ()):
-        raise _unsupported("modalities", "only 'text' is supported")
+        raise not_supported("modalities", "only 'text' is supported")
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
@@ -146,7 +147,7 @@ def build_chat_prompt(
 ) -> ChatPrompt:
     """Messages with flattened contents as the frontend takes them."""
     if not messages:
-        raise _bad("messages", "must hold at least one message")
+        raise invalid("messages", "must hold at least one message")
     return ChatPrompt(
         messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages)),
         tools=tuple(tools or ()),
@@ -164,10 +165,12 @@ def completion_prompts(request: CompletionRequest) -> list[Prompt]:
     if kinds == {int}:
         return [TokenPrompt(tuple(prompt))]  # type: ignore[arg-type]
     if not prompt or len(kinds) > 1:
-        raise _bad("prompt", "must be a text, a list of token ids, or a non-empty list of only texts or only id lists")
+        raise invalid(
+            "prompt", "must be a text, a list of token ids, or a non-empty list of only texts or only id lists"
+        )
     if len(prompt) * candidates_of(request) > MAX_CHOICES:
         name = "n" if request.best_of is None else "best_of"
-        raise _bad("prompt", f"times '{name}' makes more than {MAX_CHOICES} choices")
+        raise invalid("prompt", f"times '{name}' makes more than {MAX_CHOICES} choices")
     return [TextPrompt(item) if isinstance(item, str) else TokenPrompt(tuple(item)) for item in prompt]  # type: ignore[arg-type]
 
 
@@ -193,7 +196,7 @@ def stop_strings(request: SamplingFields) -> tuple[str, ...]:
 def chat_logprobs(request: ChatRequest) -> int | None:
     """Alternatives to report with each token, or None for no log-probabilities."""
     if request.top_logprobs is not None and not request.logprobs:
-        raise _bad("top_logprobs", "needs 'logprobs': true")
+        raise invalid("top_logprobs", "needs 'logprobs': true")
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
@@ -240,24 +243,24 @@ def _max_tokens(name: str, value: int | None, *, default: int) -> int:
     if value is None:
         return default
     if value < 1:
-        raise _bad(name, f"must be at least 1, not {value}")
+        raise invalid(name, f"must be at least 1, not {value}")
     return value
 
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise _bad(f"{where}.role", "must be a text")
+        raise invalid(f"{where}.role", "must be a text")
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise _bad(f"{where}.tool_calls", "must be a list of objects")
+        raise invalid(f"{where}.tool_calls", "must be a list of objects")
     content = message.get("content")
     if isinstance(content, str) or content is None:
         if content is None and role != "assistant":
-            raise _bad(f"{where}.content", "must be a text or a list of text parts")
+            raise invalid(f"{where}.content", "must be a text or a list of text parts")
         return message
     if not isinstance(content, list):
-        raise _bad(f"{where}.content", "must be a text or a list of text parts")
+        raise invalid(f"{where}.content", "must be a text or a list of text parts")
     return {**message, "content": "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))}
 
 
@@ -266,19 +269,11 @@ def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
-        raise _bad(where, "must be an object")
+        raise invalid(where, "must be an object")
     kind = part.get("type")
     if kind not in ("text", "input_text", "output_text"):
-        raise _unsupported(f"{where}.type", f"content of type '{kind}' is not supported, only text")
+        raise not_supported(f"{where}.type", f"content of type '{kind}' is not supported, only text")
     text = part.get("text")
     if not isinstance(text, str):
-        raise _bad(f"{where}.text", "must be a text")
+        raise invalid(f"{where}.text", "must be a text")
     return text
-
-
-def _bad(param: str, what: str) -> RequestError:
-    return RequestError(f"'{param}' {what}", param=param, code="invalid_value")
-
-
-def _unsupported(param: str, what: str) -> RequestError:
-    return RequestError(f"'{param}': {what}", param=param, code="unsupported_value")

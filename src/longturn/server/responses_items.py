@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longturn.errors import NotFoundError, RequestError
+from longturn.errors import NotFoundError
+from longturn.server.fields import invalid
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
@@ -48,13 +49,11 @@ def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dic
     """
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise RequestError(f"'order' must be asc or desc, not {order!r}", param="order", code="invalid_value")
+        raise invalid("order", f"must be asc or desc, not {order!r}")
     text = query.get("limit", str(DEFAULT_LIMIT))
     limit = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
     if not 1 <= limit <= MAX_LIMIT:
-        raise RequestError(
-            f"'limit' must be between 1 and {MAX_LIMIT}, not {text!r}", param="limit", code="invalid_value"
-        )
+        raise invalid("limit", f"must be between 1 and {MAX_LIMIT}, not {text!r}")
     ordered = list(items) if order == "asc" else list(reversed(items))
     begin = 0
     if (after := query.get("after")) is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from longturn.errors import RequestError
 from longturn.frontend.grammar import GrammarSpec
+from longturn.server.fields import invalid, not_supported, text_in
 from longturn.server.openai_requests import choices_of
 from longturn.server.refused import check_refused
 from longturn.server.responses_tools import custom_arguments, function_name
@@ -30,25 +31,25 @@ _LOGPROBS = "message.output_text.logprobs"
 def check_supported(request: ResponsesRequest) -> None:
     """Raises RequestError for what Longturn does not do."""
     if request.background and request.stream:
-        raise _unsupported("background", "a response in the background is not streamed; ask for it by its id")
+        raise not_supported("background", "a response in the background is not streamed; ask for it by its id")
     if request.conversation is not None:
-        raise _unsupported("conversation", "conversations are not supported; use 'previous_response_id'")
+        raise not_supported("conversation", "conversations are not supported; use 'previous_response_id'")
     if request.prompt is not None:
-        raise _unsupported("prompt", "prompt templates are not supported; use 'instructions' and 'input'")
+        raise not_supported("prompt", "prompt templates are not supported; use 'instructions' and 'input'")
     if request.truncation not in (None, "disabled"):
-        raise _unsupported("truncation", "only 'disabled' is supported: input that is too long is refused")
+        raise not_supported("truncation", "only 'disabled' is supported: input that is too long is refused")
     if request.context_management:
-        raise _unsupported("context_management", "compaction is not supported")
+        raise not_supported("context_management", "compaction is not supported")
     if request.top_logprobs or _LOGPROBS in (request.include or ()):
         name = "top_logprobs" if request.top_logprobs else "include"
-        raise _unsupported(name, "log-probabilities are not supported here; use /v1/chat/completions")
+        raise not_supported(name, "log-probabilities are not supported here; use /v1/chat/completions")
     if request.prompt_logprobs is not None:
-        raise _unsupported("prompt_logprobs", "it is not supported here; use /v1/chat/completions")
+        raise not_supported("prompt_logprobs", "it is not supported here; use /v1/chat/completions")
     check_refused(request)
     if choices_of(request) != 1:
-        raise _unsupported("n", "a response is one answer")
+        raise not_supported("n", "a response is one answer")
     if request.metadata is not None and len(request.metadata) > MAX_METADATA:
-        raise _bad("metadata", f"may have at most {MAX_METADATA} pairs, not {len(request.metadata)}")
+        raise invalid("metadata", f"may have at most {MAX_METADATA} pairs, not {len(request.metadata)}")
 
 
 def max_tokens(request: ResponsesRequest) -> int:
@@ -58,7 +59,7 @@ def max_tokens(request: ResponsesRequest) -> int:
         if value is None:
             continue
         if value < 1:
-            raise _bad(name, f"must be at least 1, not {value}")
+            raise invalid(name, f"must be at least 1, not {value}")
         return value
     return 0
 
@@ -78,7 +79,7 @@ def answer_grammar(request: ResponsesRequest) -> GrammarSpec | None:
     form = None if request.text is None else request.text.format
     spec, other = response_format_grammar(form, "text.format"), grammar_of(request)
     if spec is not None and other is not None:
-        raise _bad(other.param, "cannot be given together with 'text.format'")
+        raise invalid(other.param, "cannot be given together with 'text.format'")
     return spec or other
 
 
@@ -93,7 +94,7 @@ def all_tools(request: ResponsesRequest) -> list[Mapping[str, Any]]:
         if item.get("type") == _TOOLS_ITEM:
             given = item.get("tools")
             if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
-                raise _bad(f"input[{number}].tools", "must be a list of tools")
+                raise invalid(f"input[{number}].tools", "must be a list of tools")
             tools += given
     return tools
 
@@ -116,7 +117,7 @@ def input_messages(request: ResponsesRequest) -> list[Message]:
     for number, item in enumerate(given):
         reader.read(item, f"input[{number}]")
     if not reader.messages:
-        raise _bad("input", "must hold at least one item")
+        raise invalid("input", "must hold at least one item")
     for message in reader.messages:
         message.setdefault("content", "")
     return reader.messages
@@ -147,25 +148,25 @@ class _Items:
         if kind == "message":
             self._message(item, where)
         elif kind == "function_call":
-            self._call(item, _text(item, "arguments", where), where)
+            self._call(item, text_in(item, "arguments", where), where)
         elif kind == "custom_tool_call":
-            self._call(item, custom_arguments(_text(item, "input", where)), where)
+            self._call(item, custom_arguments(text_in(item, "input", where)), where)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             content = _content(item.get("output"), f"{where}.output", "\n")
-            self._append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": content})
+            self._append({"role": "tool", "tool_call_id": text_in(item, "call_id", where), "content": content})
         elif kind == "reasoning":
             self._reasoning(item, where)
         elif kind == _TOOLS_ITEM:
             return  # see `all_tools`
         elif kind is None:
-            raise _bad(f"{where}.type", "is missing")
+            raise invalid(f"{where}.type", "is missing")
         else:
-            raise _unsupported(f"{where}.type", f"items of type {kind!r} are not supported")
+            raise not_supported(f"{where}.type", f"items of type {kind!r} are not supported")
 
     def _call(self, item: Mapping[str, Any], arguments: str, where: str) -> None:
-        namespace = None if item.get("namespace") is None else _text(item, "namespace", where)
-        function = {"name": function_name(_text(item, "name", where), namespace), "arguments": arguments}
-        call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+        namespace = None if item.get("namespace") is None else text_in(item, "namespace", where)
+        function = {"name": function_name(text_in(item, "name", where), namespace), "arguments": arguments}
+        call = {"id": text_in(item, "call_id", where), "type": "function", "function": function}
         self._answering().setdefault("tool_calls", []).append(call)
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
@@ -182,7 +183,7 @@ class _Items:
             # OpenAI's newer word; few templates know it.
             self._append({"role": "system" if role == "developer" else role, "content": content})
         else:
-            raise _bad(f"{where}.role", f"must be user, assistant, system or developer, not {role!r}")
+            raise invalid(f"{where}.role", f"must be user, assistant, system or developer, not {role!r}")
 
     def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
         # A client that sends back none of its text has not said that there was none.
@@ -193,7 +194,7 @@ class _Items:
         if not isinstance(parts, list) or not all(
             isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
         ):
-            raise _bad(f"{where}.content", "must be a list of parts with a 'text'")
+            raise invalid(f"{where}.content", "must be a list of parts with a 'text'")
         answer["reasoning_content"] = answer.get("reasoning_content", "") + "".join(part["text"] for part in parts)
 
     def _next_answer(self) -> Message:
@@ -218,32 +219,17 @@ def _content(content: Any, where: str, joint: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _bad(where, "must be a text or a list of text parts")
+        raise invalid(where, "must be a text or a list of text parts")
     texts = []
     for number, part in enumerate(content):
         here = f"{where}[{number}]"
         if not isinstance(part, Mapping):
-            raise _bad(here, "must be an object")
+            raise invalid(here, "must be an object")
         kind = part.get("type")
         if kind == "refusal":
-            texts.append(_text(part, "refusal", here))
+            texts.append(text_in(part, "refusal", here))
         elif kind in _TEXT_PARTS:
-            texts.append(_text(part, "text", here))
+            texts.append(text_in(part, "text", here))
         else:
-            raise _unsupported(f"{here}.type", f"content of type {kind!r} is not supported, only text")
+            raise not_supported(f"{here}.type", f"content of type {kind!r} is not supported, only text")
     return joint.join(texts)
-
-
-def _text(item: Mapping[str, Any], key: str, where: str) -> str:
-    value = item.get(key)
-    if not isinstance(value, str):
-        raise _bad(f"{where}.{key}", "must be a text")
-    return value
-
-
-def _bad(param: str, what: str) -> RequestError:
-    return RequestError(f"'{param}' {what}", param=param, code="invalid_value")
-
-
-def _unsupported(param: str, what: str) -> RequestError:
-    return RequestError(f"'{param}': {what}", param=param, code="unsupported_value")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from longturn.errors import RequestError
 from longturn.frontend.records import ToolChoice
+from longturn.server.fields import invalid
 from longturn.server.tool_choice import tool_choice
 
 Unsupported = Literal["refuse", "drop"]
@@ -117,7 +118,7 @@ def _flat(
             continue
         namespace, inner = _name(tool, where), tool.get("tools")
         if not isinstance(inner, list) or not all(isinstance(entry, Mapping) for entry in inner):
-            raise RequestError(f"'{where}.tools' must be a list of tools", param=f"{where}.tools", code="invalid_value")
+            raise invalid(f"{where}.tools", "must be a list of tools")
         for at, entry in enumerate(inner):
             if _runs(entry, f"{where}.tools[{at}]", unsupported):
                 flat.append((f"{where}.tools[{at}]", entry, namespace))
@@ -162,5 +163,5 @@ def _described(tool: Mapping[str, Any]) -> str:
 def _name(tool: Mapping[str, Any], where: str) -> str:
     name = tool.get("name")
     if not isinstance(name, str) or not name:
-        raise RequestError(f"'{where}.name' must be a text", param=f"{where}.name", code="invalid_value")
+        raise invalid(f"{where}.name", "must be a text")
     return name

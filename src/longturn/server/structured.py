@@ -12,6 +12,7 @@ from typing import Any
 from longturn.errors import RequestError
 from longturn.frontend import grammar
 from longturn.frontend.grammar import GrammarSpec
+from longturn.server.fields import invalid
 from longturn.server.openai_types import SamplingFields
 
 _Make = Callable[[Any, str, bool], GrammarSpec]
@@ -45,7 +46,7 @@ def grammar_of(request: SamplingFields) -> GrammarSpec | None:
         if value is not None:
             specs.append(make(value, name, False))
     if len(specs) > 1:
-        raise _bad(specs[1].param, f"cannot be given together with '{specs[0].param}'")
+        raise invalid(specs[1].param, f"cannot be given together with '{specs[0].param}'")
     return specs[0] if specs else None
 
 
@@ -58,20 +59,20 @@ def response_format_grammar(form: Any, param: str) -> GrammarSpec | None:
     if form is None:
         return None
     if not isinstance(form, Mapping):
-        raise _bad(param, "must be an object")
+        raise invalid(param, "must be an object")
     kind = form.get("type", "text")
     if kind == "text":
         return None
     if kind == _JSON_OBJECT:
         return grammar.json_object(param=param)
     if kind != "json_schema":
-        raise RequestError(f"'{param}.type' must be {_RESPONSE_FORMATS}", param=f"{param}.type", code="invalid_value")
+        raise invalid(f"{param}.type", f"must be {_RESPONSE_FORMATS}")
     inner, where = (form, param) if "schema" in form else (form.get("json_schema"), f"{param}.json_schema")
     if not isinstance(inner, Mapping):
-        raise _bad(where, "must be an object" if "json_schema" in form else "is missing")
+        raise invalid(where, "must be an object" if "json_schema" in form else "is missing")
     strict = inner.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise _bad(f"{where}.strict", "must be true or false")
+        raise invalid(f"{where}.strict", "must be true or false")
     schema = {"type": "object"} if inner.get("schema") is None else inner["schema"]
     return grammar.json_schema(schema, strict=bool(strict), param=f"{where}.schema")
 
@@ -93,7 +94,7 @@ def _structured_outputs(options: Any) -> GrammarSpec | None:
             code="unsupported_value",
         )
     if len(given) != 1:
-        raise _bad(param, f"must have one of {', '.join((*_VLLM_KINDS, _JSON_OBJECT))}")
+        raise invalid(param, f"must have one of {', '.join((*_VLLM_KINDS, _JSON_OBJECT))}")
     ((name, value),) = given.items()
     if name == _JSON_OBJECT:
         return grammar.json_object(compact=compact, param=f"{param}.{name}")
@@ -102,7 +103,3 @@ def _structured_outputs(options: Any) -> GrammarSpec | None:
 
 def _some(spec: GrammarSpec | None) -> list[GrammarSpec]:
     return [] if spec is None else [spec]
-
-
-def _bad(param: str, what: str) -> RequestError:
-    return RequestError(f"'{param}' {what}", param=param, code="invalid_value")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longturn.errors import RequestError
 from longturn.frontend.records import ToolChoice
+from longturn.server.fields import invalid, not_supported
 
 _MODES = ("none", "auto", "required")
 
@@ -31,9 +31,9 @@ def tool_choice(
         return ToolChoice("auto" if tools else "none", parallel=many)
     if isinstance(choice, str):
         if choice not in _MODES:
-            raise _bad("tool_choice", f"must be one of {', '.join(_MODES)}, or an object, not '{choice}'")
+            raise invalid("tool_choice", f"must be one of {', '.join(_MODES)}, or an object, not '{choice}'")
         if choice == "required" and not tools:
-            raise _bad("tool_choice", "is 'required', but there are no tools")
+            raise invalid("tool_choice", "is 'required', but there are no tools")
         return ToolChoice(choice, parallel=many)  # type: ignore[arg-type]
     kind = choice.get("type")
     if kind == "function":
@@ -45,14 +45,14 @@ def tool_choice(
         mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
         listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
         if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-            raise _bad("tool_choice.allowed_tools", "must have a 'mode' of auto or required, and a list 'tools'")
+            raise invalid("tool_choice.allowed_tools", "must have a 'mode' of auto or required, and a list 'tools'")
         where = "tool_choice.allowed_tools.tools"
         names = [
             _name(tool.get("function", tool) if isinstance(tool, Mapping) else tool, f"{where}[{number}]")
             for number, tool in enumerate(listed)
         ]
         return ToolChoice(mode, tuple(_known(name, known) for name in names), many)
-    raise _bad("tool_choice.type", f"must be 'function' or 'allowed_tools', not {kind!r}")
+    raise invalid("tool_choice.type", f"must be 'function' or 'allowed_tools', not {kind!r}")
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -64,31 +64,23 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
     names = set()
     for number, tool in enumerate(tools):
         if tool.get("type", "function") != "function":
-            raise RequestError(
-                f"'tools[{number}].type': only 'function' is supported, not {tool['type']!r}",
-                param=f"tools[{number}].type",
-                code="unsupported_value",
-            )
+            raise not_supported(f"tools[{number}].type", f"only 'function' is supported, not {tool['type']!r}")
         function = tool.get("function")
         names.add(_name(function, f"tools[{number}].function.name"))
         assert isinstance(function, Mapping)
         if not isinstance(function.get("parameters", {}), Mapping | None):
-            raise _bad(f"tools[{number}].function.parameters", "must be a JSON schema: an object")
+            raise invalid(f"tools[{number}].function.parameters", "must be a JSON schema: an object")
     return names
 
 
 def _name(function: Any, where: str) -> str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise _bad(where, "must be a text")
+        raise invalid(where, "must be a text")
     return name
 
 
 def _known(name: str, known: set[str]) -> str:
     if name not in known:
-        raise _bad("tool_choice", f"names '{name}', which is none of the tools")
+        raise invalid("tool_choice", f"names '{name}', which is none of the tools")
     return name
-
-
-def _bad(param: str, what: str) -> RequestError:
-    return RequestError(f"'{param}' {what}", param=param, code="invalid_value")

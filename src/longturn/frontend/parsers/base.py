@@ -33,9 +33,12 @@ class ToolPiece:
 
 
 class Pieces:
-    """Collects what a tool parser is certain of, in the order of the text, until it is given out."""
+    """Collects what a tool parser is certain of, in the order of the text, until it is given out.
 
-    __slots__ = ("_behind", "_calls", "_content", "count")
+    White space around calls belongs to the format and is no text. So it is held back until something follows it.
+    """
+
+    __slots__ = ("_after_call", "_behind", "_calls", "_content", "_space", "count")
 
     def __init__(self) -> None:
         self.count = 0
@@ -43,15 +46,38 @@ class Pieces:
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._behind = 0
+        self._space: list[str] = []
+        """White space that a call may follow."""
+        self._after_call = False
 
-    def text(self, *texts: str) -> None:
-        """Visible text."""
-        self._content += texts
+    def text(self, text: str) -> None:
+        """Text beside calls."""
+        if body := text.rstrip():
+            self.exactly("".join(self._space) + body)
+            self._space.clear()
+        self._space.append(text[len(body) :])
+
+    def exactly(self, text: str) -> None:
+        """Visible text with all its white space."""
+        self._content.append(text)
+        self._after_call = False
         if self.count:
-            self._behind += sum(map(len, texts))
+            self._behind += len(text)
+
+    def take_space(self) -> str:
+        """The white space before what may be a call."""
+        space = "".join(self._space)
+        self._space.clear()
+        return space
+
+    def mark(self) -> None:
+        """There is a tag that belongs to calls."""
+        self._space.clear()
+        self._after_call = True
 
     def begin(self, name: str, arguments: str = "") -> None:
         """A new call; `arguments` are all or the first of them."""
+        self.mark()
         self._calls.append(ToolCallDelta(self.count, name=name, arguments=arguments))
         self.count += 1
 
@@ -59,6 +85,12 @@ class Pieces:
         """More arguments of the call that was begun last."""
         if arguments:
             self._calls.append(ToolCallDelta(self.count - 1, arguments=arguments))
+
+    def end(self) -> None:
+        """The output has ended."""
+        if not self._after_call:
+            self.exactly("".join(self._space))
+        self._space.clear()
 
     def take(self) -> ToolPiece:
         """What was collected since the last call."""

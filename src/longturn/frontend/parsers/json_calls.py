@@ -78,8 +78,8 @@ class JsonCalls:
     """State of one output."""
 
     __slots__ = (
-        "_after_call", "_arguments", "_closer", "_end", "_judged", "_known", "_may_begin", "_pending", "_pieces",
-        "_raw", "_space", "_state", "_syntax", "_value",
+        "_arguments", "_closer", "_end", "_judged", "_known", "_may_begin", "_pending", "_pieces", "_raw", "_state",
+        "_syntax", "_value",
     )  # fmt: skip
 
     def __init__(self, syntax: JsonSyntax, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -103,9 +103,6 @@ class JsonCalls:
         """The value may turn out to begin like a call whose arguments can be given out as they come."""
         self._arguments = ArgumentsScan()
         self._closer = ""
-        self._space: list[str] = []
-        """White space that a call may follow."""
-        self._after_call = False
         self._pieces = Pieces()
 
     def push(self, text: str) -> ToolPiece:
@@ -122,12 +119,10 @@ class JsonCalls:
         if self._state is _State.ARGUMENTS:
             self._pieces.more(self._pending)
         else:
-            self._text("".join(self._value) + self._pending)
+            self._pieces.text("".join(self._value) + self._pending)
         self._pending = ""
         self._value.clear()
-        if not self._after_call:
-            self._pieces.text(*self._space)
-        self._space.clear()
+        self._pieces.end()
         return self._pieces.take()
 
     def _run(self) -> None:
@@ -162,12 +157,11 @@ class JsonCalls:
         found = [(at, mark) for mark in self._syntax.markers if (at := self._pending.find(mark)) >= 0]
         if not found:
             keep = max(overlap(self._pending, mark) for mark in self._syntax.markers)
-            self._text(self._take(len(self._pending) - keep))
+            self._pieces.text(self._take(len(self._pending) - keep))
             return False
         at, mark = min(found)
-        self._text(self._take(at))
-        self._raw = [*self._space, self._take(len(mark))]
-        self._space.clear()
+        self._pieces.text(self._take(at))
+        self._raw = [self._pieces.take_space(), self._take(len(mark))]
         self._closer = self._syntax.markers[mark]
         self._state = _State.OPENED
         return True
@@ -217,7 +211,7 @@ class JsonCalls:
         self._value.clear()
         self._pending = text[at:]
         self._arguments = ArgumentsScan(self._closer)
-        self._state, self._after_call = _State.ARGUMENTS, True
+        self._state = _State.ARGUMENTS
         return True
 
     def _in_arguments(self) -> bool:
@@ -266,17 +260,10 @@ class JsonCalls:
             self._state = _State.OPENED
         else:
             self._state = _State.TEXT
-            self._space = [space]
+            self._pieces.text(space)
         return True
 
     # --- what comes of it --------------------------------------------------------------------------------------------
-
-    def _text(self, text: str) -> None:
-        if body := text.rstrip():
-            self._after_call = False
-            self._pieces.text(*self._space, body)
-            self._space.clear()
-        self._space.append(text[len(body) :])
 
     def _begin_value(self) -> None:
         self._state, self._end, self._judged, self._may_begin = _State.VALUE, JsonEnd(), False, True
@@ -288,14 +275,14 @@ class JsonCalls:
         self._state = _State.TEXT
         lead = "".join(self._raw)
         self._raw.clear()
-        self._text(lead)
+        self._pieces.text(lead)
 
     def _call(self, calls: Sequence[ToolCall]) -> None:
         for call in calls:
             self._pieces.begin(call.name, call.arguments)
         self._raw.clear()
         self._value.clear()
-        self._state, self._after_call = _State.CALLED, True
+        self._state = _State.CALLED
 
     def _take(self, count: int) -> str:
         text, self._pending = self._pending[:count], self._pending[count:]

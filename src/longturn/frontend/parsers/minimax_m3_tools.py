@@ -49,8 +49,8 @@ class MinimaxM3Tools:
     """State of one output."""
 
     __slots__ = (
-        "_after_tag", "_arguments", "_group", "_in_block", "_loose", "_pieces", "_raw", "_schemas", "_space", "_stack",
-        "_state", "_tags", "_text_name",
+        "_arguments", "_group", "_in_block", "_loose", "_pieces", "_raw", "_schemas", "_stack", "_state", "_tags",
+        "_text_name",
     )  # fmt: skip
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -72,9 +72,6 @@ class MinimaxM3Tools:
         """Text beside the arguments."""
         self._raw: list[str] = []
         """What was written since the last thing that was certain; content if it turns out to be no call."""
-        self._space: list[str] = []
-        """White space that a tag may follow."""
-        self._after_tag = False
         self._in_block = False
         self._pieces = Pieces()
 
@@ -94,9 +91,7 @@ class MinimaxM3Tools:
             self._end_arguments()
         elif self._state is _State.BLOCK:
             self._give_back()
-        elif not self._after_tag:
-            self._pieces.text(*self._space)
-        self._space.clear()
+        self._pieces.end()
         self._pieces.more(self._arguments.take())
         return self._pieces.take()
 
@@ -112,31 +107,22 @@ class MinimaxM3Tools:
         elif self._state is _State.BLOCK:
             self._in_empty_block(token)
         elif isinstance(token, str):
-            self._text(token)
+            self._pieces.text(token)
         else:
             self._tag(token)
 
     # --- outside of calls --------------------------------------------------------------------------------------------
 
-    def _text(self, text: str) -> None:
-        if body := text.rstrip():
-            self._after_tag = False
-            self._pieces.text(*self._space, body)
-            self._space.clear()
-        self._space.append(text[len(body) :])
-
     def _tag(self, tag: Tag) -> None:
         if tag.body == "/tool_call" and self._in_block:
-            self._in_block, self._after_tag = False, True
-            self._space.clear()
+            self._in_block = False
+            self._pieces.mark()
         elif tag.body == "tool_call":
-            self._state, self._raw = _State.BLOCK, [*self._space, tag.raw]
-            self._space.clear()
+            self._state, self._raw = _State.BLOCK, [self._pieces.take_space(), tag.raw]
         elif name := _invoked(tag):
-            self._space.clear()
             self._open_call(name)
         else:
-            self._text(tag.raw)
+            self._pieces.text(tag.raw)
 
     def _in_empty_block(self, token: str | Tag) -> None:
         if isinstance(token, Tag) and (name := _invoked(token)):
@@ -152,9 +138,7 @@ class MinimaxM3Tools:
         text = "".join(self._raw)
         self._raw.clear()
         self._state = _State.TEXT
-        # No trimming: white space in it is as it was written.
-        self._pieces.text(text)
-        self._after_tag = False
+        self._pieces.exactly(text)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -181,7 +165,7 @@ class MinimaxM3Tools:
         self._end_arguments()
         self._arguments.close()
         self._pieces.more(self._arguments.take())
-        self._state, self._after_tag = _State.TEXT, True
+        self._state = _State.TEXT
 
     def _in_call(self, token: str | Tag) -> None:
         if isinstance(token, Tag) and (name := _invoked(token)):

@@ -58,8 +58,8 @@ class Qwen3CoderTools:
     """State of one output."""
 
     __slots__ = (
-        "_after_call", "_arguments", "_begun", "_known", "_loose", "_name", "_pending", "_pieces", "_raw",
-        "_schemas", "_space", "_state", "_streams", "_value",
+        "_arguments", "_begun", "_known", "_loose", "_name", "_pending", "_pieces", "_raw", "_schemas", "_state",
+        "_streams", "_value",
     )  # fmt: skip
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -74,9 +74,6 @@ class Qwen3CoderTools:
         """Text that no state has taken yet."""
         self._raw: list[str] = []
         """What led to a function; content if there is none."""
-        self._space: list[str] = []
-        """White space that a call may follow."""
-        self._after_call = False
         self._arguments = ArgumentsWriter(None)
         self._loose: list[str] = []
         """Text beside the parameters."""
@@ -111,10 +108,8 @@ class Qwen3CoderTools:
         while self._state is _State.OPENED:
             self._give_back()
             self._run()
-        self._text(self._take(len(self._pending)))
-        if not self._after_call:
-            self._pieces.text(*self._space)
-        self._space.clear()
+        self._pieces.text(self._take(len(self._pending)))
+        self._pieces.end()
         self._pieces.more(self._arguments.take())
         return self._pieces.take()
 
@@ -147,23 +142,21 @@ class Qwen3CoderTools:
         found = [(at, mark) for mark in (BLOCK, FUNCTION) if (at := self._pending.find(mark)) >= 0]
         if not found:
             keep = max(overlap(self._pending, mark) for mark in (BLOCK, FUNCTION))
-            self._text(self._take(len(self._pending) - keep))
+            self._pieces.text(self._take(len(self._pending) - keep))
             return False
         at, mark = min(found)
-        self._text(self._take(at))
+        self._pieces.text(self._take(at))
         if mark == BLOCK:
-            self._raw = [*self._space, self._take(len(mark))]
-            self._space.clear()
+            self._raw = [self._pieces.take_space(), self._take(len(mark))]
             self._state = _State.OPENED
             return True
         name = self._tag(FUNCTION)
         if name is None:
             return False
         if name in self._known:
-            self._space.clear()
             self._open_call(name)
         else:
-            self._text(self._take(len(mark)))
+            self._pieces.text(self._take(len(mark)))
         return True
 
     def _opened(self) -> bool:
@@ -272,7 +265,7 @@ class Qwen3CoderTools:
         self._arguments = ArgumentsWriter(self._schemas.get(name))
         self._raw.clear()
         self._loose.clear()
-        self._state, self._after_call = _State.CALL, True
+        self._state = _State.CALL
 
     def _close_call(self) -> None:
         self._arguments.loose_text("".join(self._loose))
@@ -318,19 +311,12 @@ class Qwen3CoderTools:
         self._value.clear()
         self._state = _State.VALUE if cut else _State.CALL
 
-    def _text(self, text: str) -> None:
-        if body := text.rstrip():
-            self._after_call = False
-            self._pieces.text(*self._space, body)
-            self._space.clear()
-        self._space.append(text[len(body) :])
-
     def _give_back(self) -> None:
         """What was taken for a call is text."""
         self._state = _State.TEXT
         lead = "".join(self._raw)
         self._raw.clear()
-        self._text(lead)
+        self._pieces.text(lead)
 
     def _take(self, count: int) -> str:
         text, self._pending = self._pending[:count], self._pending[count:]
