@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from longturn.config import PAGE_TOKENS, EngineConfig, SchedulerConfig
+from longturn.config import PAGE_TOKENS, EngineConfig, ExecutorConfig, SchedulerConfig
 from longturn.errors import ConfigError
 from longturn.source import ModelSource, resolve_source
 
@@ -92,28 +92,35 @@ def on_gpu(config: EngineConfig) -> bool:
     """
     if config.executor.device == "cpu":
         return False
-    source = resolve_source(config.model)
-    asked = config.executor.device == "cuda"
-    reason: str | None = f"architecture {source.architecture} has no GPU kernels (MiniMax-M3's has)"
-    if source.architecture.startswith("MiniMaxM3"):  # only then: torch is not loaded to serve other models
-        from longturn.executor.gpu.device import why_no_device
-
-        reason = why_no_device()
-        if reason is None:
-            from longturn.executor.gpu.build import why_not_served
-
-            reason = why_not_served(source)
-    if reason is not None and asked:
+    reason = why_on_cpu(config)
+    if reason is not None and config.executor.device == "cuda":
         raise ConfigError(f"executor.device 'cuda' is not possible: {reason}; executor.device 'cpu' works without")
     return reason is None
 
 
+def why_on_cpu(config: EngineConfig) -> str | None:
+    """Why the configured model cannot run on a GPU here; None if it can.
+
+    Raises:
+        ModelError: as `resolve_source`.
+    """
+    source = resolve_source(config.model)
+    if not source.architecture.startswith("MiniMaxM3"):  # torch is not loaded to serve other models
+        return f"architecture {source.architecture} has no GPU kernels (MiniMax-M3's has)"
+    from longturn.executor.gpu.device import why_no_device
+
+    reason = why_no_device()
+    if reason is not None:
+        return reason
+    from longturn.executor.gpu.build import why_not_served
+
+    return why_not_served(source)
+
+
 def build_cpu_model(config: EngineConfig) -> CpuModel:
     """The model that the configuration names, with its page pool, on this machine's processor."""
-    from longturn.executor.threads import usable_cores
-
     source = resolve_source(config.model)
-    threads = config.executor.threads or usable_cores()
+    threads = _threads(config.executor)
     if _packed(config, source):
         from longturn.executor.native_model import NativeCpuModel
         from longturn.kernels.cpu import native
@@ -139,6 +146,17 @@ def build_cpu_model(config: EngineConfig) -> CpuModel:
     model = load_model(source, dtype=torch.float32, kv_dtype=CACHE_TYPES[config.cache.dtype])
     pages, context = _pool(config, source, model.kv.page_bytes)
     return TorchCpuModel(model, pages=pages, max_context_tokens=context, threads=threads)
+
+
+def _threads(executor: ExecutorConfig) -> int:
+    from longturn.executor.threads import usable_cores
+
+    cores = usable_cores()
+    if executor.threads is not None and executor.threads > cores:
+        # They wait for each other within a step, so those that cannot run hold up all.
+        counts = (executor.threads, cores)
+        _log.warning("executor.threads is %d, more than the usable cores (%d): every step is slower for it", *counts)
+    return executor.threads or cores
 
 
 def _cpu_offload(config: EngineConfig, model: CpuModel) -> Offload | None:

@@ -59,13 +59,13 @@ Duration = Annotated[float, Range(0, 10**9)]
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     path: Name | None = None
-    """Local Hugging Face directory or GGUF file; None serves the embedded SmolLM2-135M-Instruct."""
+    """Local Hugging Face directory or GGUF file; by default the embedded SmolLM2-135M-Instruct."""
     served_name: Name | None = None
-    """Name that the API shows; the model's own name if None."""
+    """Name that the API shows; by default that of the directory or file."""
     weights: Literal["auto", "fp32", "packed"] = "auto"
     """fp32: dequantised, exact. packed: 4- and 8-bit blocks, 12-bit activations. auto: as the checkpoint has them."""
     max_context_tokens: Count | None = None
-    """Longest prompt plus output; the checkpoint's own limit if None."""
+    """Longest prompt plus output; by default the checkpoint's own limit."""
     tool_parser: Literal["auto", "none", "hermes", "json", "llama_json", "minimax_m3", "qwen3_coder"] = "auto"
     """How the model writes tool calls; auto: what its architecture and its chat template say."""
     reasoning_parser: Literal["auto", "none", "minimax_m3", "think"] = "auto"
@@ -117,7 +117,7 @@ class ExecutorConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where steps run."""
     threads: Annotated[int, Range(1, 1024)] | None = None
-    """Compute threads of the CPU executor; one per physical core that this process may use if None."""
+    """Compute threads of the CPU executor; by default one per physical core that this process may use."""
     gpu_memory_share: Annotated[float, Range(0, 1)] = 0.92
     """Share of a GPU's memory to use; the page pool gets what weights and scratch leave of it."""
 
@@ -184,7 +184,7 @@ class EngineConfig:
     frontend: FrontendConfig = field(default_factory=FrontendConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     cache_dir: Name | None = None
-    """Directory for prepared files (packed weights, compiled kernels); the user's cache directory if None."""
+    """Directory for prepared files (packed weights, compiled kernels); by default ~/.cache/longturn."""
     seed: Annotated[int, Range(-_UNBOUNDED)] = 0
     """Seed of sampling for requests that bring none."""
 

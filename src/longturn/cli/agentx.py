@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longturn.cli.named_traces import SHIPPED
 from longturn.cli.options import check_number
 from longturn.errors import ConfigError
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["workshop.json"],
         metavar="PATH",
-        help="trace files, folders, or traces that come with the package [workshop.json]",
+        help=f"trace files, folders, or some of the package: {', '.join(SHIPPED)} [workshop.json]",
     )
     load.add_argument(
         "--concurrency", default="1", metavar="N,N", help="session trees alive at once, one point each [1]"
@@ -87,7 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="any setting by its name, such as executor.threads=2; may be repeated",
     )
     known = parser.add_argument_group("what is measured, for the result")
-    known.add_argument("--name", metavar="TEXT", help="name of the curve [the model's name]")
+    known.add_argument(
+        "--name", metavar="TEXT", help="name of the curve [the model's, and settings that a Longturn server tells]"
+    )
     known.add_argument("--engine", metavar="NAME[:VERSION]", help="the server's engine [as the server tells]")
     known.add_argument("--quantisation", metavar="NAME", help="weights as served, such as nvfp4 [as the server tells]")
     known.add_argument("--chip", metavar="NAME", help="accelerator or processor [this one with --inproc]")
@@ -163,6 +166,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     concurrency(args.concurrency)
     token_ids(args.token_ids, args.api)
     check_number("--chips", args.chips, 1)
+    if args.engine is not None and not args.engine.partition(":")[0].strip():
+        raise ConfigError(f"--engine must be NAME or NAME:VERSION, not '{args.engine}'")
     if not args.timeout > 0:
         raise ConfigError(f"--timeout must be more than 0, not {args.timeout}")
     for flag, value in (("--price", args.price), ("--power", args.power)):

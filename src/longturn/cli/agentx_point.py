@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from longturn.bench.agentx import AgentTurn, Measurement
@@ -49,6 +49,8 @@ class Setting:
     """Name of the run, in its prompts' markers."""
     derived_system: bool = False
     """System prompts were found in captures that declare none."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of a Longturn engine, if it tells them: what differs from its defaults."""
 
 
 def overrides(rules: Rules, traces: Traces, carry_over: str, derived_system: bool = False) -> tuple[str, ...]:
@@ -112,6 +114,7 @@ def make_point(setting: Setting, trees: Sequence[SessionTree], measured: Measure
             "api": setting.api,
             "target": setting.target,
             "carry_over": setting.carry_over,
+            **setting.settings,
             **({"model.weights": setting.weights} if setting.weights is not None else {}),
             "run_id": setting.run,
             "duration_s": f"{setting.rules.duration_s:g}",
@@ -170,7 +173,7 @@ def _server(measured: Measurement) -> tuple[ServerSample, ...]:
 
 def points_table(points: Sequence[Point]) -> str:
     """Latency, speed and volume of each concurrency."""
-    head = ["trees", "requests", "failed", "hit rate", "of", "TTFT p50", "p90", "ITL p50", "p90", "e2e p90"]
+    head = ["trees", "requests", "failed", "hit rate", "possible", "TTFT p50", "p90", "ITL p50", "p90", "e2e p90"]
     head += ["tok/s/user p90", "tok/s/chip", "output", "jobs", "valid"]
     rows = []
     for point in points:

@@ -37,13 +37,14 @@ class SweepProgress:
         self._draw(part, text)
 
     def _draw(self, part: str, text: str) -> None:
+        trees = f"{self.concurrency} tree{'' if self.concurrency == 1 else 's'}"
         name, now_s = f"{self.concurrency} {part}", time.monotonic()
         if self._live and (name != self._part or now_s - self._drawn_s >= 0.2):
-            self._stream.write(f"\r\x1b[2K{self._name}  {self.concurrency} trees  {part}: {text}")
+            self._stream.write(f"\r\x1b[2K{self._name}  {trees}  {part}: {text}")
             self._stream.flush()
             self._drawn_s = now_s
         elif not self._live and name != self._part:
-            self._stream.write(f"{self._name}: {self.concurrency} trees, {part}: {text}\n")
+            self._stream.write(f"{self._name}: {trees}, {part}: {text}\n")
             self._stream.flush()
         self._part = name
 

@@ -12,6 +12,7 @@ from longturn.bench.target import UNKNOWN
 from longturn.bench.traces.tree import SessionTree
 from longturn.cli.agentx_point import Setting
 from longturn.cli.agentx_target import OpenTarget
+from longturn.cli.config_text import short_name
 from longturn.cli.machine import cpu_name
 from longturn.cli.options import repeat_flags
 from longturn.report.point import Engine, Model, Platform, Traces
@@ -26,13 +27,22 @@ def make_setting(
     seed: int,
     run_id: str,
 ) -> Setting:
-    """What all points of a sweep share, from the arguments, and from the target where they do not say."""
+    """What all points of a sweep share, from the arguments, and from the target where they do not say.
+
+    Args:
+        args: of `bench agentx`.
+        rules, trees, dropped, seed: of the plan.
+        opened: the target.
+        run_id: name of the run.
+    """
     model, inproc = opened.model, opened.kind == "inproc"
     told = f"{model.engine or UNKNOWN}:{model.version or UNKNOWN}"
     engine, _, version = (args.engine or told).partition(":")
-    name = "".join([model.name, ", no HTTP" if inproc else "", ", live answers" if args.carry_over == "live" else ""])
+    # Points under one name share a curve: other settings, another name.
+    parts = [model.name, *(["no HTTP"] if inproc else []), *(["live answers"] if args.carry_over == "live" else [])]
+    parts += [f"{short_name(setting)}={text}" for setting, text in opened.settings.items()]
     return Setting(
-        configuration=args.name or name,
+        configuration=args.name or ", ".join(parts),
         command=_command(args, seed),
         engine=Engine(name=engine, version=version or UNKNOWN),
         model=Model(
@@ -60,6 +70,7 @@ def make_setting(
         weights=model.weights,
         run=run_id,
         derived_system=args.derive_system,
+        settings=opened.settings,
     )
 
 

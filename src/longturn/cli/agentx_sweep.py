@@ -10,7 +10,6 @@ from pathlib import Path
 
 from longturn.bench.agentx import measure
 from longturn.bench.presets import Rules, rules_of
-from longturn.bench.traces.load import load_shipped, load_traces, shipped_traces
 from longturn.bench.traces.shrink import drop_long, scale_tree
 from longturn.bench.traces.system_prefix import derive_system
 from longturn.bench.traces.tree import SessionTree
@@ -19,6 +18,7 @@ from longturn.cli.agentx_point import make_point
 from longturn.cli.agentx_progress import SweepProgress
 from longturn.cli.agentx_setting import make_setting
 from longturn.cli.agentx_target import open_target
+from longturn.cli.named_traces import named_traces
 from longturn.cli.options import config_from_args
 from longturn.config import EngineConfig
 from longturn.errors import ConfigError
@@ -105,10 +105,7 @@ async def measure_sweep(plan: SweepPlan, out: Path, points: list[Point], progres
 
 def _trees(args: argparse.Namespace) -> tuple[list[SessionTree], int]:
     """The sessions to replay, and how many requests --max-context dropped."""
-    split = not args.no_split
-    shipped = [name for name in args.traces if name in shipped_traces() and not Path(name).exists()]
-    trees = [tree for name in dict.fromkeys(shipped) for tree in load_shipped(name, split=split)]
-    trees += load_traces([Path(name) for name in args.traces if name not in shipped], split=split)
+    trees = named_traces(args.traces, split=not args.no_split)
     if args.derive_system:
         trees = [derive_system(tree) for tree in trees]
     trees = [scale_tree(tree, args.scale_context) for tree in trees]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 HELP = """/reset  forget the conversation
-/stats  tokens and speed of the conversation so far
+/stats  tokens of the conversation so far
 /exit   leave (Ctrl-D does too); Ctrl-C stops an answer"""
 
 
@@ -40,20 +40,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_number("--max-tokens", args.max_tokens, 1)
     config = config_from_args(args)
+
+    from longturn.cli.local_server import client_key, local_server
+
+    key = client_key(config)
     with ExitStack() as stack:
         if args.url is None:
-            from longturn.cli.local_server import local_server
             from longturn.cli.terminal import Progress
 
             progress = Progress("chat")
             stack.callback(progress.close)
-            progress.waiting("starting the server")
+            progress.waiting("starting the server, which takes longer the first time")
             url = stack.enter_context(local_server(config, on_wait=progress.tick))
             progress.close()
             model = None
         else:
             url, model = args.url, config.model.path
-        key = config.server.api_keys[0] if config.server.api_keys else None
         sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p}
         if given(args, "seed") is not None:
             sampling["seed"] = given(args, "seed")
@@ -75,6 +77,7 @@ class _Conversation:
     def reset(self) -> None:
         self.session_id = uuid.uuid4().hex
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.turns = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
 
     def count(self, answer: Answer) -> None:
         self.turns += 1
@@ -247,7 +250,8 @@ def _lines(interactive: bool) -> Iterator[str]:
             print()
             continue
         if line.strip():
-            yield line
+            # Bytes that are no UTF-8 come as lone surrogates, which no request can hold.
+            yield line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from longturn.report.series import Series
 from longturn.report.sweep import baseline_index
 
 _LEVELS = 7
+_LONGEST_NAME = 48
+"""A longer name would make its table wider than a terminal."""
 
 
 def comparison(
@@ -100,14 +102,18 @@ def _levels(frontiers: Sequence[Frontier]) -> list[float]:
     """Interactivities spread evenly over what two frontiers share; the edges between them where they share nothing."""
     shared = shared_range(frontiers)
     if shared is None:
-        return sorted(edge for frontier in frontiers for edge in frontier.range)
+        return sorted({edge for frontier in frontiers for edge in frontier.range})
     low, high = shared
     return [low + (high - low) * step / (_LEVELS - 1) for step in range(_LEVELS)] if high > low else [low]
 
 
 def comparison_text(points: Sequence[Point], series: Sequence[Series], compared: dict[str, Any]) -> str:
-    """Every point, then the ratios of a `comparison`, as tables."""
+    """Every point, then the ratios of a `comparison`, as tables. Long names stand before them once, with a number."""
     statistic = compared["statistic"]
+    names = [one.name for one in series]
+    shown = {name: name for name in names}
+    if any(len(name) > _LONGEST_NAME for name in names):
+        shown = {name: f"[{number}]" for number, name in enumerate(names, 1)}
     head = ["configuration", "live", "tok/s/user", "tok/s/chip", "TTFT", "ITL", "E2E", "standing"]
     rows = []
     for one in series:
@@ -118,7 +124,7 @@ def comparison_text(points: Sequence[Point], series: Sequence[Series], compared:
             standing = point.source if point.validity.valid else "invalid"
             rows.append(
                 [
-                    one.name,
+                    shown[one.name],
                     str(point.concurrency),
                     rate_text(getattr(metrics.interactivity, statistic) if metrics.interactivity else None),
                     rate_text(metrics.total_tokens_per_s),
@@ -126,12 +132,13 @@ def comparison_text(points: Sequence[Point], series: Sequence[Series], compared:
                     standing,
                 ]
             )
-    lines = [f"latencies and interactivity: {statistic}", "", table(head, rows)]
+    lines = [f"{number} {name}" for name, number in shown.items() if number != name]
+    lines += [*([""] if lines else []), f"latencies and interactivity: {statistic}", "", table(head, rows)]
     if compared["matched"]:
-        lines += ["", f"at matched interactivity, against {compared['baseline']}:", ""]
+        lines += ["", f"at matched interactivity, against {shown[compared['baseline']]}:", ""]
         cells = [
             [
-                item["name"],
+                shown[item["name"]],
                 rate_text(item["interactivity"]),
                 _reached(item["total_tokens_per_s_per_chip"], item["place"]),
                 _reached(item["baseline_total_tokens_per_s_per_chip"], item["baseline_place"]),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 from longturn.cli.tensor_progress import TensorProgress
+from longturn.cli.terminal import size_text
+from longturn.prepared import without_tilde
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,22 +21,22 @@ def add_scheme_flags(parser: argparse.ArgumentParser, *, experts: str | None, de
     """Flags that say what weights become."""
 
     def shown(default: str | None) -> str:
-        return f"default {default}" if default else "the preset's own by default"
+        return f"[{default or 'as the preset'}]"
 
     parser.add_argument(
-        "--experts", choices=("nvfp4", "mxfp8", "bf16"), default=experts, help=f"routed experts ({shown(experts)})"
+        "--experts", choices=("nvfp4", "mxfp8", "bf16"), default=experts, help=f"routed experts {shown(experts)}"
     )
     parser.add_argument(
         "--dense",
         choices=("mxfp8", "bf16"),
         default=dense,
-        help=f"attention, index, shared-expert and dense feed-forward weights ({shown(dense)})",
+        help=f"attention, index, shared-expert and dense feed-forward weights {shown(dense)}",
     )
     parser.add_argument(
         "--flavour",
         choices=("compressed-tensors", "modelopt"),
         default="compressed-tensors",
-        help="whose tensor names and declarations (default compressed-tensors, as M3.1-Flash)",
+        help="whose tensor names and declarations; M3.1-Flash has the former [compressed-tensors]",
     )
 
 
@@ -45,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
     scheme = Scheme(args.experts, args.dense, args.flavour)
     done = convert(
-        Path(args.source).expanduser(),
-        Path(args.target).expanduser(),
+        without_tilde(args.source),
+        without_tilde(args.target),
         scheme,
         progress=TensorProgress("converting"),
     )
@@ -55,6 +56,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(
             f"{done.path}: {done.tensors} tensors, {done.quantised} quantised, "
-            f"{done.bytes_before / 1e9:.3f} GB before, {done.bytes_after / 1e9:.3f} GB now"
+            f"{size_text(done.bytes_before)} before, {size_text(done.bytes_after)} now"
         )
     return 0

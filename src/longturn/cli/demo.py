@@ -147,15 +147,15 @@ def _replayed(
     name: str, config: EngineConfig, session: Session, options: ReplayOptions
 ) -> Iterator[tuple[str, str, Replay]]:
     """Start a server, replay the session against it, yield its URL, the model's name and what was measured, stop it."""
-    from longturn.cli.local_server import local_server
+    from longturn.cli.local_server import client_key, local_server
     from longturn.cli.replay import replay_url
     from longturn.cli.terminal import Progress
 
     progress = Progress(name)
     try:
-        progress.waiting("starting the server")
+        progress.waiting("starting the server, which takes longer the first time")
         with local_server(config, on_wait=progress.tick) as url:
-            model, measured = replay_url(url, None, _key(config), 600.0, [session], options, progress)
+            model, measured = replay_url(url, None, client_key(config), 600.0, [session], options, progress)
             progress.close()
             yield url, model, measured
             progress.waiting("stopping the server")
@@ -183,23 +183,20 @@ def _replay_agents(args: argparse.Namespace, url: str, plan: _Plan, points: list
 def _agent_args(args: argparse.Namespace, url: str, plan: _Plan) -> argparse.Namespace:
     """What `bench agentx` would be given, checked."""
     from longturn.cli import agentx
+    from longturn.cli.local_server import client_key
     from longturn.cli.machine import cpu_name
     from longturn.cli.main import verb_parser
 
     given = ["--url", url, "--traces", TRACE, "--scale-context", str(SCALE), "--preset", "quick", "--token-counts"]
     given += ["--duration", f"{args.duration:g}", "--concurrency", args.concurrency]
     given += ["--name", plan.name, "--chip", cpu_name()]
-    key = _key(plan.config)
+    key = client_key(plan.config)
     parsed = verb_parser("agentx", "longturn demo", agentx, "").parse_args(
         [*given, *(["--api-key", key] if key else [])]
     )
     agentx.check_arguments(parsed)
     check_number("--duration", args.duration, 1)
     return parsed
-
-
-def _key(config: EngineConfig) -> str | None:
-    return config.server.api_keys[0] if config.server.api_keys else None
 
 
 def _show_agents(points: list[Point], folder: Path, *, as_json: bool) -> None:

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 
 from longturn.cli.machine import cpu_name, memory_bytes, usable_cores
 from longturn.cli.options import add_config_flags, config_from_args
+from longturn.cli.terminal import size_text
 from longturn.config import EngineConfig
-from longturn.errors import ConfigError, ModelError
+from longturn.errors import ConfigError, LongturnError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = config_from_args(args)
     checks: list[Check] = []
-    parts: tuple[Callable[[EngineConfig], Check], ...] = (python, torch, compiler, embedded_model, cache_dir, machine)
+    parts: tuple[Callable[[EngineConfig], Check], ...] = (
+        python,
+        torch,
+        compiler,
+        served_model,
+        device,
+        cache_dir,
+        machine,
+    )
     for part in parts:
         check = part(config)
         checks.append(check)
@@ -78,14 +87,35 @@ def compiler(config: EngineConfig) -> Check:
     return Check("C++ compiler", True, next(iter(shown.stdout.splitlines()), command[0]))
 
 
-def embedded_model(config: EngineConfig) -> Check:
-    from longturn.source import embedded_gguf
+def served_model(config: EngineConfig) -> Check:
+    """The configured model, the embedded one by default. Its weights are not read."""
+    from longturn.source import resolve_source
+
+    name = "embedded model" if config.model.path is None else "model"
+    try:
+        source = resolve_source(config.model)
+        size = size_text(sum(file.stat().st_size for file in source.files))
+    except (LongturnError, OSError) as error:
+        return Check(name, False, str(error))
+    return Check(name, True, f"{source.path.name}, {size}, {source.max_context_tokens:,} tokens of context")
+
+
+def device(config: EngineConfig) -> Check:
+    """What steps of the configured model would run on."""
+    from longturn.assemble import on_gpu, why_on_cpu
 
     try:
-        path = embedded_gguf()
-    except ModelError as error:
-        return Check("embedded model", False, str(error))
-    return Check("embedded model", True, f"{path.name}, {path.stat().st_size / 1e6:.0f} MB")
+        if on_gpu(config):
+            import torch
+
+            properties = torch.cuda.get_device_properties(0)
+            return Check("device", True, f"{properties.name}, {properties.total_memory / (1 << 30):.0f} GiB")
+        why = "as configured" if config.executor.device == "cpu" else why_on_cpu(config)
+    except ConfigError as error:
+        return Check("device", False, str(error))
+    except (LongturnError, ImportError, OSError):
+        return Check("device", True, "CPU, as far as can be told without the model or PyTorch")
+    return Check("device", True, f"CPU: {why}")
 
 
 def cache_dir(config: EngineConfig) -> Check:
@@ -95,8 +125,7 @@ def cache_dir(config: EngineConfig) -> Check:
         folder = require_writable(config.cache_dir)
     except ConfigError as error:
         return Check("cache directory", False, str(error).removeprefix("cache directory "))
-    free_bytes = shutil.disk_usage(folder).free
-    return Check("cache directory", True, f"{folder}, {free_bytes / 1e9:.0f} GB free")
+    return Check("cache directory", True, f"{folder}, {size_text(shutil.disk_usage(folder).free)} free")
 
 
 def machine(config: EngineConfig) -> Check:

@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from longturn.bench.attribution import Combination, needed
-from longturn.cli.options import config_from_args, settings
+from longturn.cli.config_text import DEFAULTS, PLACE, flat, in_words, short_name
+from longturn.cli.options import config_from_args, config_from_options, full_name
 from longturn.config import EngineConfig, config_from_dict
 from longturn.errors import ConfigError
 
-DEFAULTS = "defaults"
-"""A or B as the engine is without any option."""
-_PLACE = ("server.host", "server.port")
-"""Where a server listens: replaced for every run, and no switch."""
-_SECRET = ("server.api_keys",)
-_LOCAL = ("model.path", "cache_dir")
-"""Shown without their folders, which are this machine's."""
+_LONGEST_CURVE = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +61,12 @@ class Comparison:
             return "A"
         return "B" if len(names) == len(self.switches) else "A with " + " + ".join(names)
 
+    def curve(self, on: Combination) -> str:
+        """Name of a combination's points, which must also tell something on a page of other results: its options, or
+        its label where those are long."""
+        words = in_words(self.config(on))
+        return words if len(words) <= _LONGEST_CURVE else self.label(on)
+
 
 def compare(
     a: str | None,
@@ -100,7 +101,7 @@ def compare(
         first.append(name)
     # Through the configuration once more: an option may have been read that the other side does not allow.
     config_a, config_b = _nested(values_a), _nested(values_b)
-    differing = [name for name in values_a if values_a[name] != values_b[name] and name not in _PLACE]
+    differing = [name for name in values_a if values_a[name] != values_b[name] and name not in PLACE]
     same = [name for name in first if name not in differing]
     if same:
         raise ConfigError(f"--switch: '{same[0]}' has the same value off and on")
@@ -159,46 +160,10 @@ def read_config(text: str, flag: str) -> EngineConfig:
         return EngineConfig()
     if Path(text).is_file():
         return config_from_args(argparse.Namespace(config=text, model_dir=None, sets=[]))
-    sets = []
-    for item in text.split(","):
-        name, equals, value = item.partition("=")
-        if not equals or not name.strip():
-            raise ConfigError(f"{flag}: '{text}' is no file of settings, no NAME=VALUE, and not '{DEFAULTS}'")
-        sets.append(f"{full_name(name.strip(), flag)}={value}")
-    return config_from_args(argparse.Namespace(config=None, model_dir=None, sets=sets))
-
-
-def full_name(name: str, flag: str) -> str:
-    """The dotted name of a setting that is named by it, or by its last part.
-
-    Raises:
-        ConfigError: no setting has that name, or several have.
-    """
-    names = [setting.name for setting in settings()]
-    found = [full for full in names if full == name or full.rpartition(".")[2] == name.replace("-", "_")]
-    if len(found) > 1:
-        raise ConfigError(f"{flag}: '{name}' is ambiguous ({', '.join(found)})")
-    if not found:
-        raise ConfigError(f"{flag}: unknown setting '{name}'")
-    return found[0]
-
-
-def short_name(name: str) -> str:
-    """The last part of a setting's name where no other setting has it."""
-    last = name.rpartition(".")[2]
-    return last if sum(setting.name.rpartition(".")[2] == last for setting in settings()) == 1 else name
-
-
-def flat(config: EngineConfig) -> dict[str, Any]:
-    """Dotted name -> value of every setting."""
-
-    def leaf(name: str) -> Any:
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        return value
-
-    return {setting.name: leaf(setting.name) for setting in settings()}
+    options = text.split(",")
+    if not all(option.partition("=")[0].strip() and "=" in option for option in options):
+        raise ConfigError(f"{flag}: '{text}' is no file of settings, no NAME=VALUE, and not '{DEFAULTS}'")
+    return config_from_options(options, flag)
 
 
 def _nested(values: Mapping[str, Any]) -> EngineConfig:
@@ -212,29 +177,8 @@ def _nested(values: Mapping[str, Any]) -> EngineConfig:
     return config_from_dict(EngineConfig, tree)
 
 
-def value_text(name: str, value: Any) -> str:
-    """A setting's value for a result file: no key, and no folder of this machine."""
-    if name in _SECRET:
-        return "(not shown)"
-    if name in _LOCAL and value is not None:
-        return Path(value).name
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def changed_settings(config: EngineConfig) -> dict[str, str]:
-    """Settings that differ from the engine's defaults, as a point's flags have them."""
-    defaults = flat(EngineConfig())
-    found = {name: value for name, value in flat(config).items() if value != defaults[name] and name not in _PLACE}
-    return {name: value_text(name, value) for name, value in found.items()}
-
-
-def in_words(config: EngineConfig) -> str:
-    """A configuration as its options."""
-    return ", ".join(f"{short_name(name)}={text}" for name, text in changed_settings(config).items()) or DEFAULTS
-
-
 def run_digest(config: EngineConfig, load: str, version: str) -> str:
     """Name of the runs of one configuration under one load: 12 hex digits. Where it listens does not matter."""
-    values = {name: value for name, value in flat(config).items() if name not in _PLACE}
+    values = {name: value for name, value in flat(config).items() if name not in PLACE}
     text = json.dumps([values, load, version], default=str, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -16,8 +16,12 @@ from longturn.report.point import Point, is_point, load_point
 from longturn.report.schema import read_file
 from longturn.report.series import conditions
 
-_NO_SWITCHES = ("run_id", "warmup_requests", WALL)
-"""Flags that are another in every run."""
+_OUTCOMES = ("run_id", "warmup_requests", WALL, "server_state", "busy", "step_band", "preemptions", "evictions", "time")
+_TIER_OUTCOMES = ("offloaded_pages", "loaded_pages", "host_hit_tokens")
+"""Flags that tell what happened in a run: nobody has set them."""
+_LOAD = ("duration_s", "carry_over")
+"""Flags that are of the load: points of two loads say nothing of settings."""
+_NO_SWITCHES = frozenset((*_OUTCOMES, *_TIER_OUTCOMES, *_LOAD))
 _UNSET = "(default)"
 
 
@@ -57,7 +61,8 @@ def explain_points(
 
 
 def _conditions(point: Point) -> dict[str, str]:
-    return {**conditions(point), "concurrency": str(point.concurrency)}
+    load = {name: point.flags.get(name, _UNSET) for name in _LOAD}
+    return {**conditions(point), "concurrency": str(point.concurrency), **load}
 
 
 def _differing(a: Point, b: Point) -> list[str]:

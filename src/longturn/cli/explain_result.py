@@ -10,9 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from longturn.bench.attribution import Attribution, Combination, Effect, attribute
 from longturn.bench.presets import rules_of
-from longturn.cli.explain_plan import Comparison, changed_settings, in_words, run_digest, value_text
+from longturn.cli.config_text import changed_settings, in_words, value_text
+from longturn.cli.explain_plan import Comparison, run_digest
 from longturn.cli.explain_run import WALL, load_arguments, measure
 from longturn.cli.results import environment
 from longturn.cli.version import longturn_version
@@ -56,7 +59,7 @@ class Measured:
         """Measure and save one run; raises as `explain_run.measure`."""
         config = self.comparison.config(on)
         point = measure(config, list(self.load), self.comparison.label(on), changed_settings(config), tick)
-        save_point(point, self.path(on, repeat))
+        save_point(msgspec.structs.replace(point, configuration=self.comparison.curve(on)), self.path(on, repeat))
 
     def points(self) -> dict[Combination, dict[str, Point]]:
         """Combination -> file's name -> its point, as far as measured."""

@@ -14,7 +14,7 @@ import msgspec
 
 from longturn.bench.presets import rules_of
 from longturn.cli import agentx, replay
-from longturn.cli.local_server import local_server
+from longturn.cli.local_server import client_key, local_server
 from longturn.cli.replay_points import points_of_result
 from longturn.cli.version import longturn_version
 from longturn.config import EngineConfig
@@ -79,7 +79,7 @@ def measure(
         folder = Path(scratch) / "run"
         with local_server(config, on_wait=tick) as url:
             command = ["bench", load[0], "--url", url, *load[1:], "--out", str(folder)]
-            command += ["--api-key", config.server.api_keys[0]] if config.server.api_keys else []
+            command += ["--api-key", key] if (key := client_key(config)) is not None else []
             with contextlib.redirect_stdout(io.StringIO()):
                 code = main(command)
         if code == INTERRUPTED:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from longturn.cli.terminal import table
+from longturn.cli.terminal import size_text, table
 
 if TYPE_CHECKING:
     from longturn.models.inspect import Summary
@@ -43,11 +43,11 @@ def text(found: Summary) -> str:
         "quantisation": found.quantisation,
     }
     if found.skipped_tensors:
-        rows["not served"] = f"{found.skipped_tensors:,} tensors of vision or draft, {_bytes(found.skipped_bytes)}"
+        rows["not served"] = f"{found.skipped_tensors:,} tensors of vision or draft, {size_text(found.skipped_bytes)}"
     lines = [f"{key:<14}{value}" for key, value in rows.items()]
-    formats = [[f.format, f"{f.tensors:,}", _short(f.parameters), _bytes(f.bytes)] for f in found.formats]
+    formats = [[f.format, f"{f.tensors:,}", _short(f.parameters), size_text(f.bytes)] for f in found.formats]
     total = ["all", f"{sum(f.tensors for f in found.formats):,}", _short(found.parameters)]
-    total.append(_bytes(sum(f.bytes for f in found.formats)))
+    total.append(size_text(sum(f.bytes for f in found.formats)))
     lines += ["", table(["weights", "tensors", "parameters", "stored"], formats, total)]
     cache = []
     for size in found.cache:
@@ -62,7 +62,3 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:,.2f}{unit}"
     return str(count)
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"

@@ -40,7 +40,7 @@ def local_server(
     """Run `longturn serve` with `config` on a free port of the loopback address; yields its URL once it is ready.
 
     Args:
-        config: as it should be served; host and port are replaced.
+        config: as it should be served, less what is for the outside: address, TLS, page events.
         on_wait: called several times a second until the server is ready.
         timeout_s: longest time to wait for that; the first start prepares the model and compiles kernels.
 
@@ -48,7 +48,12 @@ def local_server(
         ServerStartError: it ended or was not ready in time.
     """
     port = free_port()
-    served = dataclasses.replace(config, server=dataclasses.replace(config.server, host="127.0.0.1", port=port))
+    server = dataclasses.replace(
+        config.server, host="127.0.0.1", port=port, ssl_certfile=None, ssl_keyfile=None, cors_origins=()
+    )
+    # The ports of events may be those of the server that the configuration was written for.
+    cache = dataclasses.replace(config.cache, events_endpoint=None, events_replay_endpoint=None)
+    served = dataclasses.replace(config, server=server, cache=cache)
     with _sigterm_unwinds(), tempfile.TemporaryDirectory(prefix="longturn-") as folder:
         config_path, log_path = Path(folder) / "config.yaml", Path(folder) / "server.log"
         config_path.touch(mode=0o600)  # it may hold API keys
@@ -69,6 +74,17 @@ def local_server(
             yield url
         finally:
             _stop(process)
+
+
+def client_key(config: EngineConfig) -> str | None:
+    """A key that the configured server accepts; None if it admits everyone.
+
+    Raises:
+        ConfigError: the file of keys cannot be read, or has none.
+    """
+    from longturn.server.keys import accepted_keys
+
+    return next(iter(accepted_keys(config.server)), None)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ verb starts fast.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ VERBS = {
     "convert": "rewrite a MiniMax-M3 checkpoint in BF16, MXFP8 or NVFP4",
     "make-checkpoint": "write a random checkpoint in the shape of a real model",
     "tune": "measure kernel plans on this GPU and keep the better ones for later starts",
-    "doctor": "check this machine: Python, PyTorch, compiler, model, cache directory",
+    "doctor": "check this machine: Python, PyTorch, compiler, model, device, cache directory",
     "version": "print the version",
 }
 
@@ -49,6 +50,9 @@ SIMULATE_VERBS = {
     "what-if": "what a faster kernel does under queueing, beside Amdahl's estimate",
 }
 """`simulate` alone is a verb too."""
+
+_REFUSALS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
+"""What an operating system says of files that a user has named, where a verb has no words of its own for it."""
 
 # Verbs whose module has another name than the verb.
 _MODULES = {"inspect": "inspect_model", "make-checkpoint": "make_checkpoint", "self-test": "self_test"}
@@ -100,7 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Both flags also count where parsing itself fails.
     as_json = "--json" in arguments
     try:
-        return _run(arguments)
+        code = _run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a failure is one line, and not at exit
+        return code
     except LongturnError as error:
         if "--debug" in arguments:
             raise
@@ -115,12 +122,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`| head`). Python would complain again when it flushes at exit.
         sys.stdout = None
         return 1
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if "--debug" in arguments or not (full or (error.errno in _REFUSALS and error.filename is not None)):
+            raise
+        if error.filename is None:
+            sys.stdout = None  # a write has no file's name: it was standard output, which Python would flush again
+        print(f"longturn: error: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+        return ConfigError.exit_code
 
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0 if arguments else 2
+    for argument in arguments:
+        # Python takes bytes that are no UTF-8 as lone surrogates, which no request, result file or terminal can hold.
+        if any("\ud800" <= letter <= "\udfff" for letter in argument):
+            raise ConfigError(f"the argument {argument!r} is not UTF-8")
     name, rest = arguments[0], arguments[1:]
     if name in ("-V", "--version"):
         name = "version"
@@ -129,13 +148,17 @@ def _run(arguments: list[str]) -> int:
     prog = f"longturn {name}"
     if name == "bench":
         if not rest or rest[0] in ("-h", "--help"):
-            lines = [f"  {verb:<10}{text}" for verb, text in BENCH_VERBS.items()]
+            lines = [f"  {verb:<11}{text}" for verb, text in BENCH_VERBS.items()]
+            lines += ["", "`longturn bench VERB --help` shows a verb's options."]
             print("\n".join(["usage: longturn bench VERB [OPTION ...]", "", "verbs:", *lines]))
             return 0 if rest else 2
         if rest[0] not in BENCH_VERBS:
             raise ConfigError(f"unknown verb 'bench {rest[0]}' (known: bench {', bench '.join(BENCH_VERBS)})")
         name, prog, rest = rest[0], f"longturn bench {rest[0]}", rest[1:]
-    if name == "simulate" and rest and rest[0] in SIMULATE_VERBS:
+    if name == "simulate" and rest and not rest[0].startswith("-"):
+        if rest[0] not in SIMULATE_VERBS:
+            known = ", simulate ".join(SIMULATE_VERBS)
+            raise ConfigError(f"unknown verb 'simulate {rest[0]}' (known: simulate alone, simulate {known})")
         name, prog, rest = f"simulate_{rest[0].replace('-', '_')}", f"longturn simulate {rest[0]}", rest[1:]
     module = cast(Verb, import_module(f"longturn.cli.{_MODULES.get(name, name)}"))
     parser = verb_parser(name, prog, module, (module.__doc__ or "").strip())

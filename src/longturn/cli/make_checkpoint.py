@@ -5,22 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 from longturn.cli.convert import add_scheme_flags
 from longturn.cli.tensor_progress import TensorProgress
+from longturn.cli.terminal import size_text
+from longturn.prepared import without_tilde
 
 FAMILIES = ("minimax_m3",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="directory to write; it must not exist")
-    parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help="model family (default minimax_m3)")
+    parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help="model family [minimax_m3]")
     parser.add_argument(
-        "--preset", default="tiny", help="shape: tiny, mini60, slice8 or m3.1-flash (default tiny, 2.5 MB)"
+        "--preset",
+        default="tiny",
+        metavar="NAME",
+        help="shape: tiny (2.5 MB), mini60, slice8 or m3.1-flash [tiny]",
     )
-    parser.add_argument("--layers", type=int, help="only so many first layers")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
+    parser.add_argument("--layers", type=int, metavar="N", help="only so many first layers")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights [0]")
     add_scheme_flags(parser, experts=None, dense=None)
 
 
@@ -30,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     own = PRESETS[args.preset].scheme if args.preset in PRESETS else Scheme()
     made = make_checkpoint(
-        Path(args.directory).expanduser(),
+        without_tilde(args.directory),
         args.preset,
         seed=args.seed,
         layers=args.layers,
@@ -40,5 +44,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**dataclasses.asdict(made), "path": str(made.path)}))
     else:
-        print(f"{made.path}: {made.parameters / 1e6:,.1f} million parameters, {made.bytes / 1e9:.3f} GB")
+        print(f"{made.path}: {made.parameters / 1e6:,.1f} million parameters, {size_text(made.bytes)}")
     return 0

@@ -12,16 +12,16 @@ import dataclasses
 import inspect
 import json
 import math
-import re
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from longturn import config as config_module
+from longturn.cli.setting_values import byte_count, read_settings, set_value
 from longturn.config import EngineConfig, config_from_dict
 from longturn.errors import ConfigError
 
@@ -56,11 +56,6 @@ _DEST = "setting:"
 _PRIVATE = frozenset(
     {"server.api_keys", "server.api_keys_file", "server.ssl_certfile", "server.ssl_keyfile", "model.path", "cache_dir"}
 )
-_UNITS = {"": 1} | {
-    prefix + binary: base**power
-    for binary, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("kmgt", start=1)
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +155,9 @@ def _add_flag(group: Any, setting: Setting) -> None:
 def _default_text(setting: Setting) -> str:
     if setting.default is None or setting.default == ():
         return ""
-    if setting.name.endswith("_bytes") and setting.default % (1 << 20) == 0:
+    if setting.name.endswith("_bytes") and setting.default and setting.default % (1 << 20) == 0:
         return f"{setting.default >> 20}Mi"
     return str(setting.default).lower() if setting.hint is bool else str(setting.default)
-
-
-def byte_count(text: str) -> int:
-    """A number of bytes, with a unit if it has one: 1000000, 512M, 512MiB, 2Gi."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS:  # a lone `i` matches too
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes such as 1000000, 512MiB or 2G")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def config_from_args(args: argparse.Namespace) -> EngineConfig:
@@ -179,7 +166,7 @@ def config_from_args(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigError: an unreadable file, an unknown setting, a wrong type, a value out of range, or two models.
     """
-    tree: dict[str, Any] = _read_yaml(Path(args.config)) if args.config is not None else {}
+    tree: dict[str, Any] = read_settings(Path(args.config)) if args.config is not None else {}
     for dest, value in vars(args).items():
         if dest.startswith(_DEST):
             _put(tree, dest.removeprefix(_DEST), value)
@@ -193,13 +180,45 @@ def config_from_args(args: argparse.Namespace) -> EngineConfig:
         name, equals, text = assignment.partition("=")
         if not equals or not name:
             raise ConfigError(f"--set needs NAME=VALUE, not '{assignment}'")
-        _put(tree, name.strip(), _scalar(name, text))
+        _put(tree, name.strip(), set_value(name, text))
     return config_from_dict(EngineConfig, tree)
+
+
+def config_from_options(options: Iterable[str], flag: str, *, model_dir: str | None = None) -> EngineConfig:
+    """The configuration that `NAME=VALUE` texts stand for, names in full or by their last part.
+
+    Raises:
+        ConfigError: as `config_from_args`, and for an ambiguous name; the line begins with `flag`.
+    """
+    sets = []
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"{flag} needs NAME=VALUE, not '{option}'")
+        sets.append(f"{full_name(name.strip(), flag)}={value}")
+    return config_from_args(argparse.Namespace(config=None, model_dir=model_dir, sets=sets))
+
+
+def full_name(name: str, flag: str) -> str:
+    """The dotted name of a setting that is named by it, or by its last part.
+
+    Raises:
+        ConfigError: no setting has that name, or several have.
+    """
+    last = name.replace("-", "_")
+    found = [full for full in (one.name for one in settings()) if full == name or full.rpartition(".")[2] == last]
+    if len(found) > 1:
+        raise ConfigError(f"{flag}: '{name}' is ambiguous ({', '.join(found)})")
+    if not found:
+        raise ConfigError(f"{flag}: unknown setting '{name}'")
+    return found[0]
 
 
 def check_number(flag: str, value: float, least: int) -> None:
     """Raises ConfigError unless the value of a verb's own flag is finite and at least `least`."""
-    if not (math.isfinite(value) and value >= least):
+    if not math.isfinite(value):
+        raise ConfigError(f"{flag} must be a number of at least {least}, not {value}")
+    if value < least:
         raise ConfigError(f"{flag} must be at least {least}, not {value}")
 
 
@@ -228,33 +247,3 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(tree, dict):
             raise ConfigError(f"unknown setting '{dotted}': '{part}' has no settings of its own")
     tree[leaf] = value
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML's dates and integers raise ValueError
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise ConfigError(f"{path}: must hold settings by name, not {type(tree).__name__}")
-    return tree
-
-
-def _scalar(name: str, text: str) -> Any:
-    import yaml
-
-    if name.strip().endswith("_bytes") and not text.strip().isdigit():
-        try:
-            return byte_count(text)
-        except argparse.ArgumentTypeError as error:
-            raise ConfigError(f"'{name}': {error}") from error
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # as in `_read_yaml`
-        raise ConfigError(f"--set {name}: '{text}' is not a YAML value") from error

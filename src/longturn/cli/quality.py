@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longturn.cli.options import check_number, config_from_args, settings
+from longturn.cli.options import check_number, config_from_options
 from longturn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,12 +77,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--{given[0]} is for a measurement, and --from takes an earlier one")
 
     from longturn.cli.main import INTERRUPTED
-    from longturn.cli.quality_result import attach, quality_text
+    from longturn.cli.quality_result import attach, point_files, quality_text
     from longturn.report.quality import load_quality, quality_to_json, save_quality
     from longturn.report.schema import check_writable
 
     if args.out:
         check_writable(Path(args.out).parent)
+    point_files(args.attach or [])  # complains about a wrong name before minutes of measuring
     result = load_quality(Path(args.saved)) if args.saved else _measure(args)
     if args.json:
         sys.stdout.write(quality_to_json(result).decode())
@@ -151,23 +152,8 @@ def side_config(model: str | None, assignments: list[str], flag: str) -> EngineC
     Raises:
         ConfigError: an unknown or ambiguous name, or a value that the setting does not take.
     """
-    sets = []
-    for item in (part.strip() for text in assignments for part in text.split(",")):
-        name, equals, value = item.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"{flag} needs NAME=VALUE, not '{item}'")
-        sets.append(f"{_full_name(name.strip(), flag)}={value}")
-    return config_from_args(argparse.Namespace(config=None, model_dir=model, sets=sets))
-
-
-def _full_name(name: str, flag: str) -> str:
-    names = [setting.name for setting in settings()]
-    found = [full for full in names if full == name or full.rpartition(".")[2] == name]
-    if len(found) > 1:
-        raise ConfigError(f"{flag}: '{name}' is ambiguous ({', '.join(found)})")
-    if not found:
-        raise ConfigError(f"{flag}: unknown setting '{name}'")
-    return found[0]
+    options = [part.strip() for text in assignments for part in text.split(",")]
+    return config_from_options(options, flag, model_dir=model)
 
 
 def command_of(args: argparse.Namespace) -> str:

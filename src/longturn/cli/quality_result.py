@@ -9,7 +9,7 @@ from pathlib import Path
 
 from longturn.bench.quality import PositionScores, join_scores, quality_metrics
 from longturn.bench.texts import digest
-from longturn.cli.options import settings
+from longturn.cli.config_text import engine_settings
 from longturn.cli.quality_run import Outcome, Plan
 from longturn.cli.results import environment
 from longturn.cli.terminal import table
@@ -26,8 +26,6 @@ from longturn.report.point import Model, is_point, load_point, save_point
 from longturn.report.quality import Kl, PromptQuality, QualityResult, Side, TextQuality, with_quality
 from longturn.report.schema import ResultError
 from longturn.source import resolve_source
-
-_PATHS = ("model.path", "cache_dir")
 
 
 def make_side(config: EngineConfig, model: CpuModel) -> Side:
@@ -48,7 +46,7 @@ def make_side(config: EngineConfig, model: CpuModel) -> Side:
     return Side(
         label=f"{served.weights} weights of {source.name} ({stored}), {served.kv_cache} cache",
         model=Model(name=source.name, quantisation=served.quantisation, kv_cache=served.kv_cache),
-        settings=_changed_settings(config),
+        settings=engine_settings(config),
         resolved=resolved,
         automatic={"model.weights": automatic, "cache.dtype": cache},
         device=model.description,
@@ -58,17 +56,6 @@ def make_side(config: EngineConfig, model: CpuModel) -> Side:
 def stored_format(formats: Sequence[FormatSize]) -> str:
     """The name that a checkpoint of several formats goes by: the shortest one that has a tenth of the parameters."""
     return main_format((size.format, size.parameters, size.bytes) for size in formats)
-
-
-def _changed_settings(config: EngineConfig) -> dict[str, str]:
-    found = {}
-    for setting in settings():
-        value: object = config
-        for part in setting.name.split("."):
-            value = getattr(value, part)
-        if value != setting.default and setting.name not in _PATHS and not setting.name.startswith("server."):
-            found[setting.name] = str(value)
-    return found
 
 
 def make_quality(
@@ -190,15 +177,24 @@ def attach(result: QualityResult, names: Sequence[str]) -> int:
     Raises:
         ResultError: a file is no point, is of another configuration, or cannot be written.
     """
-    paths = [path for name in names for path in _point_files(Path(name))]
-    changed = [(path, with_quality(load_point(path), result, str(path))) for path in paths]
+    changed = [(path, with_quality(load_point(path), result, str(path))) for path in point_files(names)]
     for path, point in changed:
         save_point(point, path)
     return len(changed)
 
 
+def point_files(names: Sequence[str]) -> list[Path]:
+    """The named point files, and those in named folders.
+
+    Raises:
+        ResultError: a file cannot be read or is no point, or a folder holds none.
+    """
+    return [file for name in names for file in _point_files(Path(name))]
+
+
 def _point_files(path: Path) -> list[Path]:
     if not path.is_dir():
+        load_point(path)
         return [path]
     try:
         found = [file for file in sorted(path.rglob("*.json")) if is_point(file.read_bytes())]

@@ -149,11 +149,16 @@ def result_table(result: Result) -> str:
         rows.append(row)
     totals = main.totals
     foot = ["all", count_text(totals.prompt_tokens), count_text(totals.cached_tokens), count_text(totals.output_tokens)]
-    foot += [seconds_text(totals.ttft_sum_ms), rate_text(_median_speed(main))]
+    foot += [_sum_text(main), rate_text(_median_speed(main))]
     if base is not None:
-        foot += [f"| {seconds_text(base.totals.ttft_sum_ms)}", rate_text(_median_speed(base))]
+        foot += [f"| {_sum_text(base)}", rate_text(_median_speed(base))]
         foot += [ratio_text(base.totals.ttft_sum_ms, totals.ttft_sum_ms)]
     return table(head, rows, foot)
+
+
+def _sum_text(run: Run) -> str:
+    """All waiting for first tokens; of no answers it is no time, and not a short one."""
+    return seconds_text(run.totals.ttft_sum_ms or None)
 
 
 def _median_speed(run: Run) -> float | None:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from longturn.bench.self_test import SelfTest
 
 
+MOST_STREAMS = 4096
+"""As many as `bench agentx` takes trees."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=64, metavar="N", help="answers streamed at once [64]")
     parser.add_argument(
@@ -36,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_number("--streams", args.streams, 1)
+    if not 1 <= args.streams <= MOST_STREAMS:
+        raise ConfigError(f"--streams must be between 1 and {MOST_STREAMS}, not {args.streams}")
     check_number("--output-tokens", args.output_tokens, 2)
     for flag, value in (("--rate", args.rate), ("--duration", args.duration)):
         if not 0 < value < float("inf"):

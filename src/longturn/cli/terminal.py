@@ -70,6 +70,15 @@ class Progress:
         self._stream.flush()
 
 
+def size_text(count_bytes: int) -> str:
+    """A number of bytes for people: `2.53 MB`, `71.0 GB`."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count_bytes >= size:
+            value = count_bytes / size
+            return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return f"{count_bytes / 1e3:.1f} kB"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], foot: Sequence[str] | None = None) -> str:
     """A plain text table: the first column to the left, the others to the right, two spaces between.
 

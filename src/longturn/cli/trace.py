@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longturn.cli.named_traces import SHIPPED, named_traces
 from longturn.cli.terminal import table
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _BINS = 60
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["stat"], help="stat: print counts, percentiles, hit rate, agents")
     parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="trace file or folder, or a trace that comes with the package"
+        "paths", nargs="+", metavar="PATH", help=f"trace file or folder, or one of the package: {', '.join(SHIPPED)}"
     )
     parser.add_argument(
         "--no-split", action="store_true", help="leave flattened captures as they are: look for no agents in them"
@@ -36,18 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from longturn.bench.traces.stat import trace_stat
 
-    trees = _load(args.paths, split=not args.no_split)
+    trees = named_traces(args.paths, split=not args.no_split)
     stat = trace_stat(trees)
     print(json.dumps(as_json(stat)) if args.json else text(stat, trees, every_session=args.sessions))
     return 0
-
-
-def _load(names: list[str], *, split: bool) -> list[SessionTree]:
-    from longturn.bench.traces.load import load_shipped, load_traces, shipped_traces
-
-    shipped = [name for name in names if name in shipped_traces() and not Path(name).exists()]
-    trees = [tree for name in dict.fromkeys(shipped) for tree in load_shipped(name, split=split)]
-    return trees + load_traces([Path(name) for name in names if name not in shipped], split=split)
 
 
 def as_json(stat: TraceStat) -> dict[str, Any]:

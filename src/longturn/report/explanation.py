@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from longturn.report.schema import Environment, decode_record, encode_record, read_file, write_whole
+from longturn.report.schema import Environment, RecordFile
 
 EXPLANATION_KIND = "longturn-explanation"
 EXPLANATION_VERSION = 1
@@ -96,25 +95,6 @@ class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     version: int = EXPLANATION_VERSION
 
 
-def explanation_to_json(explanation: Explanation) -> bytes:
-    """Indented UTF-8 JSON, the same bytes for the same explanation."""
-    return encode_record(explanation)
-
-
-def explanation_from_json(data: bytes, name: str = "explanation") -> Explanation:
-    """The inverse of `explanation_to_json`; raises ResultError as `decode_record` does."""
-    return decode_record(data, Explanation, EXPLANATION_KIND, EXPLANATION_VERSION, name)
-
-
-def save_explanation(explanation: Explanation, path: Path) -> None:
-    """Write the file whole or not at all.
-
-    Raises:
-        ResultError: the folder cannot be written.
-    """
-    write_whole(path, explanation_to_json(explanation))
-
-
-def load_explanation(path: Path) -> Explanation:
-    """Read a file. Raises ResultError if it cannot be read or is no explanation."""
-    return explanation_from_json(read_file(path), str(path))
+_FILE = RecordFile(Explanation, EXPLANATION_KIND, EXPLANATION_VERSION)
+explanation_to_json, explanation_from_json = _FILE.to_json, _FILE.from_json
+save_explanation, load_explanation = _FILE.save, _FILE.load

@@ -9,20 +9,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from longturn.report.schema import (
-    Environment,
-    ResultError,
-    decode_record,
-    encode_record,
-    kind_of,
-    read_file,
-    write_whole,
-)
+from longturn.report.schema import Environment, RecordFile, kind_of
 
 POINT_KIND = "longturn-point"
 POINT_VERSION = 1
@@ -272,42 +263,6 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     version: int = POINT_VERSION
 
 
-def point_to_json(point: Point) -> bytes:
-    """Indented UTF-8 JSON, the same bytes for the same point."""
-    return encode_record(point)
-
-
-def point_from_json(data: bytes, name: str = "point") -> Point:
-    """The inverse of `point_to_json`.
-
-    Raises:
-        ResultError: not JSON, another kind or version, a field that breaks the schema, or a figure out of its range;
-            names `name`.
-    """
-    point = decode_record(data, Point, POINT_KIND, POINT_VERSION, name)
-    for place, problem in _problems(point):
-        raise ResultError(f"{name}: {place} {problem}")
-    return point
-
-
-def save_point(point: Point, path: Path) -> None:
-    """Write the file whole or not at all.
-
-    Raises:
-        ResultError: the folder cannot be written.
-    """
-    write_whole(path, point_to_json(point))
-
-
-def load_point(path: Path) -> Point:
-    """Read a point file.
-
-    Raises:
-        ResultError: it cannot be read or is no point.
-    """
-    return point_from_json(read_file(path), str(path))
-
-
 def is_point(data: bytes) -> bool:
     """Whether the data says that it is a point, readable or not by this version."""
     return kind_of(data) == POINT_KIND
@@ -353,3 +308,7 @@ def _problems(point: Point) -> Iterator[tuple[str, str]]:
             yield f"metrics.{place}", f"must be between 0 and 1, not {share}"
     if not point.validity.valid and not point.validity.reasons:
         yield "validity.reasons", "is empty, though the point is invalid"
+
+
+_FILE = RecordFile(Point, POINT_KIND, POINT_VERSION, _problems)
+point_to_json, point_from_json, save_point, load_point = _FILE.to_json, _FILE.from_json, _FILE.save, _FILE.load

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
 from longturn.report.point import Model, Point, Quality
-from longturn.report.schema import Environment, ResultError, decode_record, encode_record, read_file, write_whole
+from longturn.report.schema import Environment, RecordFile, ResultError
 
 QUALITY_KIND = "longturn-quality"
 QUALITY_VERSION = 1
@@ -96,42 +95,6 @@ class QualityResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     version: int = QUALITY_VERSION
 
 
-def quality_to_json(result: QualityResult) -> bytes:
-    """Indented UTF-8 JSON, the same bytes for the same result."""
-    return encode_record(result)
-
-
-def quality_from_json(data: bytes, name: str = "quality") -> QualityResult:
-    """The inverse of `quality_to_json`.
-
-    Raises:
-        ResultError: not JSON, another kind or version, a field that breaks the schema, or a figure out of its range;
-            names `name`.
-    """
-    result = decode_record(data, QualityResult, QUALITY_KIND, QUALITY_VERSION, name)
-    for place, problem in _problems(result):
-        raise ResultError(f"{name}: {place} {problem}")
-    return result
-
-
-def save_quality(result: QualityResult, path: Path) -> None:
-    """Write the file whole or not at all.
-
-    Raises:
-        ResultError: the folder cannot be written.
-    """
-    write_whole(path, quality_to_json(result))
-
-
-def load_quality(path: Path) -> QualityResult:
-    """Read a quality file.
-
-    Raises:
-        ResultError: it cannot be read or is no quality result.
-    """
-    return quality_from_json(read_file(path), str(path))
-
-
 def point_quality(result: QualityResult) -> Quality:
     """The figures that a point carries."""
     return Quality(
@@ -192,3 +155,7 @@ def _problems(result: QualityResult) -> Iterator[tuple[str, str]]:
     for prompt in result.prompts:
         if not 0 <= prompt.agreed_tokens <= min(prompt.reference_tokens, prompt.candidate_tokens):
             yield f"{prompt.name}.agreed_tokens", f"is {prompt.agreed_tokens}, more than an answer has"
+
+
+_FILE = RecordFile(QualityResult, QUALITY_KIND, QUALITY_VERSION, _problems)
+quality_to_json, quality_from_json, save_quality, load_quality = _FILE.to_json, _FILE.from_json, _FILE.save, _FILE.load

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -123,9 +124,6 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return any(run.partial for run in self.runs)
 
 
-R = TypeVar("R", bound=msgspec.Struct)
-
-
 class _Header(msgspec.Struct):
     """Enough of any result file to tell whether this code reads it."""
 
@@ -141,62 +139,12 @@ def kind_of(data: bytes) -> str | None:
         return None
 
 
-def encode_record(record: msgspec.Struct) -> bytes:
-    """Indented UTF-8 JSON, the same bytes for the same record."""
-    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
-
-
-def decode_record(data: bytes, form: type[R], kind: str, version: int, name: str) -> R:
-    """The inverse of `encode_record` for one kind and version of file.
-
-    Raises:
-        ResultError: not JSON, another kind or version of file, or a field that breaks the schema; names `name`.
-    """
-    try:
-        header = msgspec.json.decode(data, type=_Header)
-        if header.kind != kind:
-            raise ResultError(f"{name}: not a {kind} file (kind is {header.kind!r})")
-        if header.version != version:
-            raise ResultError(f"{name}: schema version {header.version} is not known (this version reads {version})")
-        return msgspec.json.decode(data, type=form)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ResultError(f"{name}: {error}") from error
-
-
 def read_file(path: Path) -> bytes:
     """The bytes of a file. Raises ResultError, which names it, if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise ResultError(f"{path}: {error.strerror or error}") from error
-
-
-def to_json(result: Result) -> bytes:
-    """Indented UTF-8 JSON, the same bytes for the same result."""
-    return encode_record(result)
-
-
-def from_json(data: bytes, name: str = "result") -> Result:
-    """The inverse of `to_json`; raises as `decode_record` does."""
-    return decode_record(data, Result, KIND, VERSION, name)
-
-
-def save_result(result: Result, path: Path) -> None:
-    """Write the file whole or not at all.
-
-    Raises:
-        ResultError: the folder cannot be written.
-    """
-    write_whole(path, to_json(result))
-
-
-def load_result(path: Path) -> Result:
-    """Read a result file.
-
-    Raises:
-        ResultError: it cannot be read or is no result.
-    """
-    return from_json(read_file(path), str(path))
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -235,3 +183,75 @@ def check_writable(folder: Path) -> None:
 
 def _scratch(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class RecordFile(Generic[R]):
+    """Files of one kind and version, each the JSON of one record."""
+
+    def __init__(
+        self,
+        form: type[R],
+        kind: str,
+        version: int,
+        problems: Callable[[R], Iterable[tuple[str, str]]] = lambda _: (),
+    ) -> None:
+        """
+        Args:
+            form: of the record.
+            kind: what a file says that it is.
+            version: the one that this code reads.
+            problems: place and fault of every figure that no measurement gives.
+        """
+        self._form = form
+        self._kind = kind
+        self._version = version
+        self._problems = problems
+
+    def to_json(self, record: R) -> bytes:
+        """Indented UTF-8 JSON, the same bytes for the same record."""
+        return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+
+    def from_json(self, data: bytes, name: str = "result") -> R:
+        """The inverse of `to_json`.
+
+        Raises:
+            ResultError: not JSON, another kind or version, a field that breaks the schema, or a figure out of its
+                range; names `name`.
+        """
+        try:
+            header = msgspec.json.decode(data, type=_Header)
+            if header.kind != self._kind:
+                raise ResultError(f"{name}: not a {self._kind} file (kind is {header.kind!r})")
+            if header.version != self._version:
+                raise ResultError(
+                    f"{name}: schema version {header.version} is not known (this version reads {self._version})"
+                )
+            record = msgspec.json.decode(data, type=self._form)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ResultError(f"{name}: {error}") from error
+        for place, problem in self._problems(record):
+            raise ResultError(f"{name}: {place} {problem}")
+        return record
+
+    def save(self, record: R, path: Path) -> None:
+        """Write the file whole or not at all.
+
+        Raises:
+            ResultError: the folder cannot be written.
+        """
+        write_whole(path, self.to_json(record))
+
+    def load(self, path: Path) -> R:
+        """Read a file.
+
+        Raises:
+            ResultError: it cannot be read, or as `from_json`.
+        """
+        return self.from_json(read_file(path), str(path))
+
+
+_FILE = RecordFile(Result, KIND, VERSION)
+to_json, from_json, save_result, load_result = _FILE.to_json, _FILE.from_json, _FILE.save, _FILE.load

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 
 from longturn.report.point import Point
 
+_UNTOLD = frozenset(
+    ("unknown", "unknown unknown", "unknown client", "as the model", "no preset", "no price", "no power")
+)
+"""Conditions that nobody has told. They keep points apart, and say nothing in a name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -55,7 +60,7 @@ def group(points: Sequence[Point]) -> list[Series]:
         differing = [
             value
             for column, value in enumerate(key)
-            if value != "measured" and any(other[column] != value for other in others)
+            if value != "measured" and value not in _UNTOLD and any(other[column] != value for other in others)
         ]
         series.append(
             Series(

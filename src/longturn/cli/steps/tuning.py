@@ -36,13 +36,33 @@ _ONE_ROW: Mapping[str, tuple[Fields, ...]] = {
 _FEW_ROWS: Mapping[str, tuple[Fields, ...]] = {
     "projection": ({"dot_rows": 16}, {"dot_rows": 32}, {"dot_stages": 4}, {"slices": True}, {"tile_rows": 32}),
     "out": ({"dot_rows": 16}, {"dot_rows": 32}, {"dot_stages": 4}, {"slices": True}, {"tile_rows": 32}),
-    "moe_few": ({"in_rows": 32}, {"in_rows": 128}, {"down_rows": 64}, {"stages": 2}, {"stages": 4}, {"warps": 8}),
+    "moe_few": (
+        {"in_rows": 32},
+        {"in_rows": 128},
+        {"down_rows": 64},
+        {"down_turns": 2},
+        {"down_turns": 4},
+        {"stages": 2},
+        {"stages": 4},
+        {"warps": 8},
+    ),
 }
 _ANY_ROWS: Mapping[str, tuple[Fields, ...]] = {
     "msa": ({"splits": 8}, {"splits": 4}, {"splits": 2}, {"tile": 64}, {"score_warps": 8}, {"warps": 8}),
 }
 _MANY: Mapping[str, tuple[Fields, ...]] = {
-    "moe_many": ({"tile": 16}, {"tile": 32}, {"tile": 64}, {"tile": 128}, {"in_stages": 2}, {"in_columns": 128}),
+    "moe_many": (
+        {"tile": 16},
+        {"tile": 32},
+        {"tile": 64},
+        {"tile": 128},
+        {"in_stages": 2},
+        {"in_columns": 128},
+        {"shared_apart": True},
+        {"shared_apart": False},
+        {"copied": True},
+        {"copied": False},
+    ),
     "msa_many": (
         {"attend_warps": 8},
         {"score_stages": 2},
