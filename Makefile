@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 # Where pip should look for torch; for example TORCH_ARGS='--index-url <PyTorch CPU index>'.
 TORCH_ARGS ?=
 VENV ?= .venv
+# Processes that run tests; most tests keep one core busy.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check -q
 
@@ -12,8 +14,10 @@ PIP := $(BIN)/pip install --disable-pip-version-check -q
 demo: $(VENV)/.installed  ## Serve the embedded model, replay agent sessions against it, write two pages.
 	$(BIN)/longturn demo
 
-test: $(VENV)/.installed-dev lint types  ## All that CI runs.
-	$(BIN)/python -m pytest -m "not interpreted"
+# Tests start some hundred processes, each of which would compile every module of ours where Python may write no bytecode.
+test: $(VENV)/.installed-dev lint types  ## All that CI runs, in $(WORKERS) processes.
+	@$(BIN)/python -m compileall -q src tests
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not interpreted"
 
 test-interpreted: $(VENV)/.installed-dev  ## Whole models of the GPU executor in Triton's interpreter: ten minutes of one core.
 	$(BIN)/python -m pytest -m interpreted tests/executor/gpu

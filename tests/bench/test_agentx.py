@@ -119,7 +119,7 @@ async def test_no_more_than_n_trees_are_alive() -> None:
     fake = FakeServer(token_s=0.0005)
     trees = [replace(example(), id=f"t{n}", namespace=f"t{n}") for n in range(3)]
     with running(fake) as url:
-        outcome = await run(url, trees, lanes=2)
+        outcome = await run(url, trees, replace(RULES, duration_s=1.5), lanes=2)
     spans: dict[str, tuple[int, int]] = {}
     for turn in outcome.turns:
         answer, name = turn.record.answer, turn.record.session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,15 +26,19 @@ FORMS = {
 
 @pytest.fixture(scope="session")
 def cpu_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NativeLibrary]:
-    """Each form that runs on this machine, compiled into a directory of the test session."""
+    """Each form that runs on this machine. The machine's own is the one that servers use, and mostly compiled already;
+    the others are compiled beside each other, as that takes ten seconds for each."""
     if cpu_build.find_compiler() is None:
         pytest.skip("no C++ compiler")
     where = tmp_path_factory.mktemp("cpu-kernels")
-    made = {}
-    for name, (arch, defines, flags) in FORMS.items():
-        if not flags or _runs_here(flags):
-            made[name] = NativeLibrary(cpu_build.build(where, arch=arch, defines=defines))
-    return made
+
+    def built(form: tuple[tuple[str, ...] | None, tuple[str, ...]]) -> NativeLibrary:
+        arch, defines = form
+        return NativeLibrary(cpu_build.build(where if arch or defines else None, arch=arch, defines=defines))
+
+    forms = {name: form[:2] for name, form in FORMS.items() if not form[2] or _runs_here(form[2])}
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(forms, pool.map(built, forms.values()), strict=True))
 
 
 @pytest.fixture(params=list(FORMS))
