@@ -39,7 +39,7 @@ from gpu_formats_whole import (
     BF16,
     BY_REGISTERS,
     FOUR_WARPS,
-    ONE_BY_TILES,
+    NOT_STREAMED,
     POINTS,
     QUANTISED,
     TILES_OF_TWO,
@@ -59,6 +59,11 @@ from longturn.kernels.small_linear import LinearPlan, small_linear
 PLAIN, MXFP8, NVFP4 = WeightFormat.PLAIN, WeightFormat.MXFP8, WeightFormat.NVFP4
 STREAM_BYTES_PER_US = 4.4e6
 SLICES = LinearPlan(slices=True)
+STREAMED = [
+    LinearPlan(stream_slices=slices, stream_row_warps=row_warps, stream_words=words)
+    for slices, row_warps, words in ((4, 1, 128), (2, 2, 128), (4, 1, 64))
+]
+"""Ways in which one token's products are dealt out, the defaults of both formats among them."""
 CHECKED = (QUANTISED, Formats(NVFP4, NVFP4))
 Job = tuple[str, list[Callable[[], None]], float]
 """Label, launches over different weights, bytes that one of them must read."""
@@ -101,12 +106,30 @@ def every_code() -> list[str]:
             f"decode {form.name}: {rows * width} values, in registers {same}, by tensor cores {dots} {verdict}"
         )
         print(lines[-1], flush=True)
+        lines.append(streamed(form, weight))
+        print(lines[-1], flush=True)
     return lines
+
+
+def streamed(form: WeightFormat, weight: PackedWeight) -> str:
+    """`weight`, eight times beside itself, times each unit vector as one token: exactly its columns."""
+    wide = PackedWeight(form, weight.words.repeat(1, 8), weight.scales.repeat(1, 8), weight.row_scales)
+    rows, width = wide.shape
+    unit = torch.eye(width, dtype=torch.bfloat16, device="cuda")
+    exact = wide.dequantised().T
+    same = []
+    for plan in STREAMED:
+        product = torch.full((width, rows), float("nan"), device="cuda")
+        for k in range(width):
+            small_linear(unit[k : k + 1], wide, product[k : k + 1], plan=plan)
+        nan = torch.equal(product.isnan(), exact.isnan())
+        same.append(nan and torch.equal(product.nan_to_num(), exact.nan_to_num()))
+    return f"decode {form.name}: one token streamed {same} {'ok' if all(same) else 'WRONG'}"
 
 
 def checks() -> list[tuple[Formats, Tuning, list[list[int]]]]:
     several = [[2048], [0, 129, 2049, 5000], [777, 6000] * 16]
-    ways = [(BY_REGISTERS, several[:1]), (ONE_BY_TILES, several[:1]), (Tuning(), several)]
+    ways = [(BY_REGISTERS, several[:1]), (NOT_STREAMED, several[:1]), (Tuning(), several)]
     ways += [(TILES_OF_TWO, several[:2]), (Tuning(moe=FOUR_WARPS), several[:2])]
     plain = (BF16, Tuning(o=SLICES), [[0, 129, 2049, 5000], [1, -1, 777, 6000] * 4])
     return [(f, tuning, contexts) for f in CHECKED for tuning, contexts in ways] + [plain]
@@ -157,6 +180,13 @@ def linear_plans(form: WeightFormat, tokens: int) -> dict[str, LinearPlan]:
         for rows, block, stages in ((16, 256, 3), (32, 256, 4)):
             plans[f"dot {rows}x{block} s{stages}"] = LinearPlan(dot_rows=rows, dot_block=block, dot_stages=stages)
         return plans
+    if tokens == 1:
+        dealt = (2, 1, 128), (2, 2, 128), (4, 1, 128), (2, 2, 64), (4, 1, 64), (4, 2, 64)
+        for slices, row_warps, words in dealt:
+            plans[f"stream {slices} x {row_warps}, {words} words"] = LinearPlan(
+                stream_slices=slices, stream_row_warps=row_warps, stream_words=words
+            )
+        return plans | {"shared memory": LinearPlan(stream=False)}
     shapes = ((64, 256, 3, 4), (64, 512, 3, 4), (32, 256, 4, 2), (64, 128, 4, 2), (64, 256, 3, 2), (16, 256, 4, 1))
     for rows, block, stages, warps in shapes:
         plans[f"tile {rows}x{block} s{stages} w{warps}"] = LinearPlan(
@@ -171,11 +201,14 @@ def linear_jobs(name: str, cases: list[tuple[WeightFormat, int]], copies: int) -
     jobs = []
     for form, tokens in cases:
         for part, (n, k) in shapes.items():
+            # One token's norm is folded into its projection or costs a launch.
+            norm = torch.zeros(k, dtype=torch.bfloat16, device="cuda") if part == "qkv" and tokens == 1 else None
             weights = [random_packed(form, n, k, scale=k**-0.5, device="cuda") for _ in range(copies)]
             x = torch.randn(tokens, k, device="cuda").to(torch.bfloat16 if form is PLAIN else torch.float16)
             out = torch.empty(tokens, n, dtype=torch.float32, device="cuda")
             for label, plan in linear_plans(form, tokens).items():
-                launches = [partial(small_linear, x, w, out, plan=plan, pdl=True) for w in weights]
+                call = partial(small_linear, norm_weight=norm, normed=torch.empty_like(x), plan=plan, pdl=True)
+                launches = [partial(call, x, w, out) for w in weights]
                 jobs.append((f"{name} {part} {form.name} x{tokens} {label}", launches, VALUE_BYTES[form] * n * k))
     return jobs
 

@@ -30,12 +30,12 @@ from longturn.kernels.small_linear import LinearPlan
 
 QUANTISED = Formats(experts=WeightFormat.NVFP4, others=WeightFormat.MXFP8)
 BF16 = Formats()
-ONE_BY_TILES = Tuning(qkv=LinearPlan(gemv_tokens=0), o=LinearPlan(gemv_tokens=0), few_at_one=True)
-"""One token by the kernels for several."""
+NOT_STREAMED = Tuning(qkv=LinearPlan(stream=False), o=LinearPlan(stream=False))
+"""One token's projections by the kernel for several."""
 BY_REGISTERS = Tuning(few_at_one=False)
 """One token outside the tensor cores."""
 FOUR_WARPS = MoePlan(64, 256, 128, 256, 3, 4)
-_TWO = LinearPlan(gemv_tokens=0, tile_rows=32, tile_block=256, tile_stages=4, warps=2)
+_TWO = LinearPlan(gemv_tokens=0, tile_rows=32, tile_block=256, tile_stages=4, warps=2, stream=False)
 TILES_OF_TWO = Tuning(qkv=_TWO, o=_TWO)
 """Projections in smaller programs, without warp-group products."""
 POINTS = {
@@ -73,7 +73,7 @@ def ways(rows: int) -> list[Way]:
     out = [Way("weights", QUANTISED, "bf16", Tuning())]
     tunings = {"whole": Tuning(), "experts by 4 warps": Tuning(moe=FOUR_WARPS), "tiles of 2 warps": TILES_OF_TWO}
     if rows == 1:
-        tunings |= {"registers": BY_REGISTERS, "tiles": ONE_BY_TILES}
+        tunings |= {"registers": BY_REGISTERS, "not streamed": NOT_STREAMED}
     out += [Way(label, QUANTISED, whole, tuning) for label, tuning in tunings.items()]
     return [*out, Way("bf16", BF16, "bf16", Tuning())]
 

@@ -26,6 +26,7 @@ from gpu_decode_stack import (
     shortened,
 )
 from gpu_launch_order import launch_order
+from longturn.executor.gpu.compile import Compilation, Kernel, noting_kernels
 from longturn.kernels.moe_few import MoePlan
 from longturn.kernels.moe_one import MoeOnePlan
 from longturn.kernels.msa_plan import MsaPlan
@@ -43,7 +44,24 @@ def pages_for(rows: int, context: int) -> int:
     return rows * (context // 128 + 1) + 1
 
 
-CHECKED_CONTEXTS = [[0], [127], [128], [2047], [2048], [9000], [0, 129, 2049, 5000], [1, -1] * 8, [777, 6000] * 16]
+CHECKED_CONTEXTS = [
+    [0], [127], [128], [2047], [2048], [9000], [0, 129, 2049, 5000], [1, -1] * 8, [777, 6000] * 16,
+    [140_000, 5, 3000, 70_000], [20_000, 300] * 8, [9000, 700] * 16,
+]  # fmt: skip
+RACING_CONTEXTS = [
+    [4000], [129, 2049, 5000, 0], [777, 6000] * 8, [777, 6000] * 16, [140_000, 5, 3000, 70_000], [20_000, 300] * 8,
+    [9000, 700] * 16,
+]  # fmt: skip
+
+
+def compile_ahead(stacks: list[DecodeStack]) -> None:
+    """Compile what these launch, side by side."""
+    kernels: list[Kernel] = []
+    for stack in stacks:
+        with noting_kernels() as noted:
+            stack.launch()
+        kernels += noted
+    Compilation(kernels).wait()
 
 
 def check(
@@ -55,7 +73,10 @@ def check(
     model = Model.random(preset, formats=formats)
     tuning = replace(tuning or Tuning(), pdl=pdl)
     lines = []
-    for contexts in all_contexts or CHECKED_CONTEXTS:
+    wanted = all_contexts or CHECKED_CONTEXTS
+    cache = random_cache(preset, max(len(contexts) * (max(contexts) // 128 + 1) for contexts in wanted) + 1)
+    compile_ahead([DecodeStack(model, cache, contexts, tuning) for contexts in wanted])
+    for contexts in wanted:
         blocks = max(contexts) // 128 + 1
         stack = DecodeStack(model, random_cache(preset, len(contexts) * blocks + 1), contexts, tuning)
         expected, margin = reference_step(stack)
@@ -88,7 +109,7 @@ def check(
     return lines
 
 
-def races(name: str) -> list[str]:
+def races(name: str, all_contexts: list[list[int]] | None = None) -> list[str]:
     """Replays of one step, with and without dependent launch in each part, must agree to the bit."""
     preset = shortened(PRESETS[name], 6)
     model = Model.random(preset)
@@ -98,8 +119,11 @@ def races(name: str) -> list[str]:
         "off in o": Tuning(no_pdl=frozenset({"o"})),
         "off in moe": Tuning(no_pdl=frozenset({"moe"})),
     }
-    for contexts in ([4000], [129, 2049, 5000, 0], [777, 6000] * 8, [777, 6000] * 16):
-        cache = random_cache(preset, len(contexts) * (max(contexts) // 128 + 1) + 1)
+    wanted = all_contexts or RACING_CONTEXTS
+    cache = random_cache(preset, max(len(contexts) * (max(contexts) // 128 + 1) for contexts in wanted) + 1)
+    tunings = [Tuning(pdl=False), *variants.values()]
+    compile_ahead([DecodeStack(model, cache, contexts, tuning) for contexts in wanted for tuning in tunings])
+    for contexts in wanted:
         plain = DecodeStack(model, cache, contexts, Tuning(pdl=False))
         plain.launch(finish=False)
         for label, tuning in variants.items():
@@ -113,9 +137,8 @@ def races(name: str) -> list[str]:
                 stack.logits.fill_(float("nan"))
                 stack.graph.replay()
                 wrong += not torch.equal(stack.logits, plain.logits)
-            lines.append(
-                f"races {name} rows {len(contexts):2} dependent launch {label:16}: {wrong} of 50 replays differ"
-            )
+            where = f"{name} rows {len(contexts):2} up to {max(contexts)}"
+            lines.append(f"races {where}, dependent launch {label:11}: {wrong} of 50 replays differ")
             print(lines[-1], flush=True)
     return lines
 
@@ -190,11 +213,8 @@ def plans(rows: int, context: int) -> dict[str, Tuning]:
     for splits in (2, 4, 8, 16) if rows > 1 else ():
         if splits != plan.splits and splits * rows * 4 <= 1100:
             out[f"splits {splits}"] = replace(base, msa=replace(plan, splits=splits))
-    for candidates, rivals in ((8, 256), (8, 128), (16, 128)):
-        if blocks > plan.fused_blocks and rows > 1:
-            out[f"select {candidates}x{rivals}"] = replace(
-                base, msa=replace(plan, candidates=candidates, rivals=rivals)
-            )
+    if blocks > plan.fused_blocks:
+        out["select 256"] = replace(base, msa=replace(plan, select_blocks=256))
     apart, ahead = LinearPlan(ahead=False), LinearPlan(ahead=True)
     out["o not ahead"] = replace(base, o=apart)
     out["qkv ahead"] = replace(base, qkv=ahead)

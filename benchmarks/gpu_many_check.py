@@ -20,8 +20,9 @@ from gpu_decode_stack import (
     random_layer,
     shortened,
 )
+from longturn.executor.gpu.compile import Compilation, noting_kernels
 from longturn.kernels.dense_attention import DensePlan, DenseScratch, DenseShape, dense_many_tokens
-from longturn.kernels.moe_many import MoeManyScratch, moe_many_tokens
+from longturn.kernels.moe_many import MoeManyPlan, MoeManyScratch, moe_many_tokens
 from longturn.kernels.msa_many import MsaManyPlan, MsaManyScratch, msa_many_tokens
 from longturn.kernels.msa_plan import MsaNorms, MsaShape
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
@@ -123,6 +124,43 @@ def check(name: str, hopper: bool = False, experts: bool = True) -> list[str]:
             )  # fmt: skip
 
         lines.append(verdict(f"{name} experts {spans}", mix, x, expected - x0.float(), step.positions >= 0, x0))
+    return lines
+
+
+def check_experts(name: str, tokens: int, plan: MoeManyPlan | None = None) -> list[str]:
+    """Experts of a long step, and a dense layer, against fp32: nine tenths of the tokens live."""
+    p, lines = shortened(PRESETS[name], 2), []
+    x0 = torch.randn(tokens, p.hidden, device="cuda").bfloat16()
+    positions = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    positions[tokens - tokens // 10 :] = -1
+    live = positions >= 0
+    scratch = MoeManyScratch.allocate(tokens, EXPERTS, TOP_EXPERTS, p.hidden, p.inter, x0, p.dense)
+    for key, buffer in vars(scratch).items():
+        if key != "no_tiles":
+            buffer.fill_(float("nan") if buffer.is_floating_point() else 77)
+    x = x0.clone()
+    for top in (TOP_EXPERTS, 0):
+        layer = random_layer(p, top == 0)
+        own = (layer.shared_w13, layer.shared_w2)
+        normed = gemma_rms_norm(x0.float(), layer.post_norm.float(), 1e-6)
+        expected = expert(normed, *own, SwigluOai())
+        if top:
+            routing = route(normed, layer.router, layer.bias, top, SCALING)
+            both = moe(normed, routing, layer.w13, layer.w2, *own, SwigluOai())
+            expected = torch.where(live[:, None], both, expected)
+
+        def mix(pdl: bool) -> None:
+            x.copy_(x0)
+            moe_many_tokens(
+                x, positions, layer.post_norm, layer.router, layer.bias, layer.w13, layer.w2, *own,  # noqa: B023
+                scratch, top_experts=top, scaling_factor=SCALING, plan=plan if top else None, pdl=pdl,  # noqa: B023
+            )  # fmt: skip
+
+        with noting_kernels() as kernels:
+            mix(True)
+            mix(False)
+        Compilation(kernels).wait()
+        lines.append(verdict(f"{name} {'experts' if top else 'dense'} of {tokens} tokens", mix, x, expected, live, x0))
     return lines
 
 

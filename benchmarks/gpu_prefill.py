@@ -3,10 +3,10 @@
     PYTHONPATH=src:benchmarks:. python benchmarks/gpu_prefill.py check triton formats packed kernels sweep prefill
         turn [--preset slice8]
 
-`check` compares with fp32 references at real widths; `gluon` and `triton` do so for the one or the other kernels of
-sparse attention alone, `formats` for caches of fewer bits and `packed` for experts on quantised weights, and time them;
-`kernels` times each kernel of a layer; `sweep` times plans of the heavy ones; `prefill` runs a whole prompt in chunks,
-`turn` one chunk against a long cached context.
+`check` compares with fp32 references at real widths; `experts` does so for experts of long steps alone, `gluon` and
+`triton` for the one or the other kernels of sparse attention alone, `formats` for caches of fewer bits and `packed` for
+experts on quantised weights, and these two time them; `kernels` times each kernel of a layer; `sweep` times plans of
+the heavy ones; `prefill` runs a whole prompt in chunks, `turn` one chunk against a long cached context.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gpu_decode_stack import (
     random_layer,
     shortened,
 )  # fmt: skip
-from gpu_many_check import FORMATS, check, check_formats, check_packed
+from gpu_many_check import FORMATS, check, check_experts, check_formats, check_packed
 from gpu_many_stack import ManyPlans, ManyStack, flops_and_bytes
 from longturn.kernels import msa_many_hopper
 from longturn.kernels.moe_many import MoeManyPlan, MoeManyScratch, moe_many_tokens
@@ -313,7 +313,7 @@ def whole(name: str, prompt: int, chunks: list[int], turn: bool) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    choices = ["check", "gluon", "triton", "formats", "packed", "kernels", "sweep", "prefill", "turn"]
+    choices = ["check", "experts", "gluon", "triton", "formats", "packed", "kernels", "sweep", "prefill", "turn"]
     parser.add_argument("commands", nargs="+", choices=choices)
     parser.add_argument("--preset", default="mini60", choices=sorted(PRESETS))
     parser.add_argument("--points", nargs="*", default=["512,131072", "2048,65536", "8192,65536"])
@@ -350,6 +350,8 @@ def main() -> None:
         begin = time.time()
         if command == "check":
             lines += check(name)
+        elif command == "experts":
+            lines += [line for tokens in (4224, 8192) for line in check_experts(name, tokens)]
         elif command in ("gluon", "triton"):
             lines += check(name, hopper=command == "gluon", experts=False)
         elif command == "packed":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from longturn.errors import ConfigError
 from longturn.kernels.cpu import build as cpu_build
 from longturn.kernels.cpu.build import KernelBuildError
 
@@ -63,3 +64,13 @@ def test_package_imports_neither_torch_nor_the_web() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_nobodys_home_is_one_line_that_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.setattr(cpu_build, "find_compiler", lambda: (sys.executable,))
+    with pytest.raises(ConfigError, match="name a directory with 'cache_dir'"):
+        cpu_build.build()

@@ -55,6 +55,9 @@ def scratch_for(tokens: int, top: int, inter: int = INTER) -> MoeManyScratch:
         (16, 2, 3, 0.0, PLAN),
         (70, 4, 6, 0.0, replace(PLAN, tile=32, router_parts=2)),
         (70, 4, 6, 0.0, replace(PLAN, tile=32, least=16)),
+        (70, 4, 6, 0.0, replace(PLAN, tile=32, shared_apart=True)),
+        (3, 1, 1, 0.0, replace(PLAN, shared_apart=True)),
+        (70, 4, 6, 0.0, replace(PLAN, tile=32, least=16, shared_apart=True, copied=True)),
         (33, 2, 0, 9.0, PLAN),  # every token chooses expert 5
         (40, 4, 40, 0.0, PLAN),  # nothing but padding
     ],
@@ -77,7 +80,8 @@ def test_moe_many_is_the_reference(tokens: int, top: int, padding: int, bias: fl
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_dense_layer_between_routed_ones() -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_dense_layer_between_routed_ones(apart: bool) -> None:
     gen = torch.Generator().manual_seed(1)
     scratch = scratch_for(24, 2, 4 * INTER)
     x = torch.randn(24, WIDTH, generator=gen)
@@ -91,7 +95,8 @@ def test_a_dense_layer_between_routed_ones() -> None:
         else:
             y = expert(normed, w["shared_w13"], w["shared_w2"], SwigluOai())
         expected = x + y
-        moe_many_tokens(x, positions, **w, scratch=scratch, top_experts=top, scaling_factor=2.0, plan=PLAN)
+        plan = replace(PLAN, shared_apart=apart)
+        moe_many_tokens(x, positions, **w, scratch=scratch, top_experts=top, scaling_factor=2.0, plan=plan)
         torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -132,7 +137,7 @@ def test_quantised_weights_are_their_values(routed: WeightFormat, shared: Weight
         both = moe(normed, routing, w["w13"], w["w2"], w["shared_w13"], w["shared_w2"], SwigluOai())
         extra = torch.where((positions >= 0)[:, None], both, extra)
     expected = x + extra
-    plan = replace(PLAN, in_block=64, down_block=32)
+    plan = replace(PLAN, in_block=64, down_block=32, shared_apart=shared is WeightFormat.PLAIN or None)
     scratch = scratch_for(50, 2)
     moe_many_tokens(x, positions, **{**w, **held}, scratch=scratch, top_experts=top, scaling_factor=2.0, plan=plan)
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=2e-5)

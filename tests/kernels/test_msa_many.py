@@ -56,7 +56,7 @@ def poisoned(scratch: MsaManyScratch) -> MsaManyScratch:
         ([(0, 3), (126, 1), (120, 10)], 18, PLAN),
         ([(127, 2), (2047, 1), (2048, 1)], 8, replace(PLAN, score_programs=40, score_tokens=64)),
         ([(2048, 1), (2049, 2), (127, 1), (0, 1)], 6, replace(PLAN, attend_tokens=4, attend_programs=7)),
-        ([(2110, 35)], 36, replace(PLAN, piece=64, score_programs=1)),
+        ([(2110, 19)], 20, replace(PLAN, piece=64, score_programs=1, score_tokens=16)),
         ([(2940, 12), (2816, 5)], 20, replace(PLAN, score_tokens=16, attend_programs=1)),
     ],
 )

@@ -112,7 +112,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(requests, min_size=1, max_size=4), st.integers(0, 2**31), st.sampled_from([0.0, 0.01, 1.0, 8.0]),
     st.booleans(), st.sampled_from([NARROW, WIDE]),

@@ -3,6 +3,7 @@ bf16 arithmetic on the raw bits."""
 
 from __future__ import annotations
 
+import math
 import os
 
 import numpy as np
@@ -86,7 +87,7 @@ def oracle(
     [
         ([0, -1, 126, 127, 128], MsaPlan(chunks=1, splits=4, tile=128)),
         ([2046, 2047, 2048], MsaPlan(chunks=5, splits=32, tile=64, fused_blocks=0)),
-        ([2600, 0], MsaPlan(chunks=24, splits=16, tile=128, candidates=16, rivals=16, fused_blocks=0)),
+        ([2600, 0], MsaPlan(chunks=24, splits=16, tile=128, fused_blocks=0)),
     ],
 )
 def test_msa_decode_is_the_reference(positions: list[int], plan: MsaPlan) -> None:
@@ -116,15 +117,37 @@ def test_msa_decode_is_the_reference(positions: list[int], plan: MsaPlan) -> Non
     torch.testing.assert_close(cache, expected_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_selection_takes_every_block_once_when_scores_tie() -> None:
+@pytest.mark.parametrize(("init", "local"), [(0, 1), (2, 1), (1, 3), (9, 8)])
+@pytest.mark.parametrize("blocks", [1, 5, 16, 17, 24, 60])
+def test_selection_is_that_of_a_sort(blocks: int, init: int, local: int) -> None:
+    """Also where scores tie, are NaN or infinite; each row has fewer blocks than the last."""
     from longturn.kernels.msa_decode_choose import _select
 
-    scores = torch.zeros(1, 2, 24)
-    scores[0, 1, 5:9] = float("nan")
-    selected = torch.full((1, 2, 16), 99, dtype=torch.int32)
-    _select[(2, 2, 1)](
-        torch.tensor([20 * 128], dtype=torch.int32), scores, 24, selected,
-        KV_HEADS=2, PAGE=128, TOP=16, INIT=0, LOCAL=1, CANDIDATES=16, RIVALS=16, PDL=False,
+    gen = torch.Generator().manual_seed(blocks)
+    rows, heads, top = 6, 2, 16
+    counts = [max(0, blocks - 3 * r) for r in range(rows)]
+    scores = torch.randn(rows, heads, 64, generator=gen)
+    scores[0] = scores[0].round() + 0.0  # no -0, which is below 0 to the kernels
+    scores[1] = 0.0
+    scores[2, :, ::3] = float("nan")
+    scores[3, :, ::5] = float("-inf")
+    scores[3, :, 1::5] = float("inf")
+    table = torch.randperm(rows * 64, generator=gen).int().view(rows, 64)
+    selected, pages = torch.full((2, rows, heads, top), 99, dtype=torch.int32)
+    positions = torch.tensor([128 * count - 1 if count else -1 for count in counts], dtype=torch.int32)
+    _select[(heads, rows)](
+        positions, table, 64, scores, 64, selected, pages,
+        KV_HEADS=heads, PAGE=128, TOP=top, INIT=init, LOCAL=local, BLOCKS=64, PDL=False,
     )  # fmt: skip
-    assert sorted(selected[0, 0].tolist()) == [*range(15), 20]
-    assert sorted(selected[0, 1].tolist()) == [*range(5), *range(9, 19), 20]
+    for r, count in enumerate(counts):
+        for h in range(heads):
+
+            def rank(block: int, r: int = r, h: int = h, count: int = count) -> tuple[bool, float, int]:
+                score = float(scores[r, h, block])
+                is_forced = block < init or block >= count - local
+                return (not is_forced, 0.0 if is_forced else math.inf if math.isnan(score) else -score, block)
+
+            best = sorted(sorted(range(count), key=rank)[:top])
+            left = top - len(best)
+            assert selected[r, h].tolist() == best + [-1] * left
+            assert pages[r, h].tolist() == [int(table[r, block]) for block in best] + [0] * left

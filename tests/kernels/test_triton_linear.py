@@ -120,8 +120,16 @@ def test_step_edges() -> None:
     assert tokens[0] == 0
 
 
-@pytest.mark.parametrize(("tokens", "n"), [(2, 96), (17, 96), (18, 128)])
-def test_moe_few_tokens(tokens: int, n: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "n", "changed"),
+    [
+        (2, 96, {}),
+        (17, 96, {"down_turns": 3, "down_block": 32}),
+        (18, 128, {"down_turns": 2}),
+        (12, 128, {"down_turns": 3}),  # 4 tiles do not go into turns of 3
+    ],
+)
+def test_moe_few_tokens(tokens: int, n: int, changed: dict[str, int]) -> None:
     experts, inter = 16, 64
     x, norm_weight = rand(tokens, n, seed=1), rand(n, seed=2, scale=0.3)
     router, bias = rand(experts, n, seed=3, scale=0.1), rand(experts, seed=4)
@@ -140,7 +148,7 @@ def test_moe_few_tokens(tokens: int, n: int) -> None:
     following = rand(n, seed=9, scale=0.3) if tokens != 17 else None
     moe_few_tokens(
         x, positions, norm_weight, router, bias, w13, w2, s13, s2, scratch, top_experts=4, scaling_factor=2.0, eps=EPS,
-        plan=MoePlan(in_rows=16, down_rows=32), next_norm=following,
+        plan=MoePlan(in_rows=16, down_rows=32, **changed), next_norm=following,
     )  # fmt: skip
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-3)
     if following is not None:

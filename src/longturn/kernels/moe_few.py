@@ -24,6 +24,9 @@ from longturn.kernels.moe_few_kernels import _choose, _combine, _combine_norm, _
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
 from longturn.kernels.small_linear import as_operand, largest_power_of_two, row_block, small_linear
 
+_TURN_COLUMNS = 4096
+"""Columns of all tiles of a program of the down projection, at most, if it takes several."""
+
 
 @dataclass(frozen=True)
 class MoeScratch:
@@ -77,16 +80,26 @@ class MoePlan:
     stages: int = 3
     warps: int = 4
     token_tile: int = 16
+    down_stages: int = 0
+    """Of the down projection; 0 for as many as `stages`."""
+    down_turns: int = 1
+    """Tiles of plain routed weights of the down projection that a program takes, one after the other, where their rows
+    are short."""
 
     @staticmethod
-    def default(form: WeightFormat, tokens: int) -> MoePlan:
-        """What measured best (docs/performance.md). In two warps decoding and products alternate; four would wait for
-        the products of every part of a word."""
+    def default(form: WeightFormat, tokens: int, width: int = 0) -> MoePlan:
+        """What measured best (docs/performance.md); `width` of the hidden state, 0 for any.
+
+        In two warps decoding and products alternate; four would wait for the products of every part of a word.
+        """
         if form is not WeightFormat.PLAIN and tokens <= 16:
             return MoePlan(in_rows=32, in_block=256, down_rows=64, down_block=256, warps=2, token_tile=8)
         if form is not WeightFormat.PLAIN:
             return MoePlan(in_block=256, down_block=256)
-        return MoePlan()
+        if width > 2048 and 4 < tokens <= 16:
+            return MoePlan(stages=4, down_stages=3)
+        # Some fifty experts of 16 tokens are as many programs as fit at once, if each takes a quarter of one.
+        return MoePlan(down_turns=4 if 8 < tokens <= 16 else 1)
 
 
 def block_of(weight: PackedWeight, width: int, most: int) -> int:
@@ -112,7 +125,7 @@ def moe_few_tokens(
     shared_in, shared_out = as_packed(shared_w13), as_packed(shared_w2)
     # Without routed experts theirs are not read, and may be of any format.
     routed_in, routed_out = (as_packed(w13), as_packed(w2)) if top_experts else (shared_in, shared_out)
-    plan = plan or MoePlan.default(routed_in.format, tokens)
+    plan = plan or MoePlan.default(routed_in.format, tokens, n)
     experts, inter = router_weight.shape[0], shared_out.shape[1]
     pairs = tokens * top_experts
     slots = pairs + triton.cdiv(tokens, plan.token_tile)
@@ -143,12 +156,17 @@ def moe_few_tokens(
         SHARED_BLOCK_K=block_of(shared_in, n, plan.in_block), ROWS=plan.in_rows,
         ALPHA=alpha, BETA=beta, LIMIT=limit, num_warps=plan.warps, **common, **more,
     )  # fmt: skip
-    _experts_down[(n // plan.down_rows, slots)](
+    turns = 1
+    if top_experts and {routed_out.format, shared_out.format} == {WeightFormat.PLAIN}:
+        turns = min(plan.down_turns, max(1, _TURN_COLUMNS // inter))
+        while turns > 1 and n % (plan.down_rows * turns):
+            turns -= 1
+    _experts_down[(n // (plan.down_rows * turns), slots)](
         hidden, scratch.experts, routed_out.words, routed_out.scales, routed_out.row_scales,
         shared_out.words, shared_out.scales, shared_out.row_scales, scratch.parts, tokens, n,
         INTER=inter, BLOCK=block_of(routed_out, inter, plan.down_block),
-        SHARED_BLOCK=block_of(shared_out, inter, plan.down_block), ROWS=plan.down_rows,
-        num_warps=plan.warps, **common, **more,
+        SHARED_BLOCK=block_of(shared_out, inter, plan.down_block), ROWS=plan.down_rows, TURNS=turns,
+        num_warps=plan.warps, **{**common, "STAGES": plan.down_stages or plan.stages}, **more,
     )  # fmt: skip
     if next_norm is not None:
         _combine_norm[(tokens,)](

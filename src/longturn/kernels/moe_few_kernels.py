@@ -162,19 +162,31 @@ def _experts_in(
 @triton.jit
 def _down_tile(
     hidden, words, scales, row_scales, expert, out, index, ok, row, width,
-    INTER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    PARTS: tl.constexpr, ASM: tl.constexpr,
+    INTER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Rows `row` (int64) of one expert's down projection for rows `index` of `hidden`, into the same rows of `out`."""
+    """Rows `row` (int64) of one expert's down projection for rows `index` of `hidden`, into the same rows of `out`; and
+    the TURNS - 1 tiles of rows behind them."""
     of = expert * width + row
     if PARTS == 1:
+        # One loop over all tiles, so that the pipeline runs on where a tile ends: an expert's rows can be short.
+        PIECES: tl.constexpr = INTER // BLOCK
         total = tl.zeros([TILE, ROWS], dtype=tl.float32)
         w_at = words + of[:, None] * INTER + tl.arange(0, BLOCK)[None, :]
         h_at = hidden + index[:, None].to(tl.int64) * INTER + tl.arange(0, BLOCK)[None, :]
-        for k in tl.range(0, INTER, BLOCK, num_stages=STAGES):
-            value = tl.load(h_at + k, mask=ok[:, None], other=0.0)
-            total = tl.dot(value, tl.trans(tl.load(w_at + k)), total, input_precision="ieee")
-        tl.store(out + index[:, None].to(tl.int64) * width + row[None, :], total, mask=ok[:, None])
+        to = out + index[:, None].to(tl.int64) * width + row[None, :]
+        for step in tl.range(0, TURNS * PIECES, num_stages=STAGES):
+            piece, first = step, 0
+            if TURNS > 1:
+                piece, first = step % PIECES, step // PIECES * ROWS
+            value = tl.load(h_at + piece * BLOCK, mask=ok[:, None], other=0.0)
+            tile = tl.load(w_at + first * INTER + piece * BLOCK)
+            total = tl.dot(value, tl.trans(tile), total, input_precision="ieee")
+            if TURNS > 1 and piece == PIECES - 1:
+                tl.store(to + first, total, mask=ok[:, None])
+                total = tl.zeros([TILE, ROWS], dtype=tl.float32)
+        if TURNS == 1:
+            tl.store(to, total, mask=ok[:, None])
     else:
         total = rows_dot(
             words, scales, row_scales, of, row >= 0, hidden, index.to(tl.int64), ok, INTER, BLOCK, STAGES, PARTS, ASM
@@ -186,10 +198,10 @@ def _down_tile(
 def _experts_down(
     hidden, experts, words, scales, row_scales, shared_words, shared_scales, shared_row_scales, out, tokens, width,
     PAIRS: tl.constexpr, SPAN: tl.constexpr, INTER: tl.constexpr, BLOCK: tl.constexpr,
-    SHARED_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, ASM: tl.constexpr,
+    SHARED_BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = (tl.program_id(0) * (ROWS * TURNS) + tl.arange(0, ROWS)).to(tl.int64)
     slot = tl.program_id(1)
     member = tl.arange(0, TILE)
     if slot >= PAIRS:
@@ -197,7 +209,7 @@ def _experts_down(
         token = (slot - PAIRS) * TILE + member
         _down_tile(
             hidden, shared_words, shared_scales, shared_row_scales, 0, out, PAIRS + token, token < tokens, row, width,
-            INTER, SHARED_BLOCK, ROWS, TILE, STAGES, SHARED_PARTS, ASM,
+            INTER, SHARED_BLOCK, ROWS, TURNS, TILE, STAGES, SHARED_PARTS, ASM,
         )  # fmt: skip
     else:
         # The choices are two launches old, complete before this kernel could start.
@@ -208,7 +220,7 @@ def _experts_down(
                 pair = _pick(match, rank, start + member, SPAN)
                 _down_tile(
                     hidden, words, scales, row_scales, expert.to(tl.int64), out, pair, start + member < count, row,
-                    width, INTER, BLOCK, ROWS, TILE, STAGES, PARTS, ASM,
+                    width, INTER, BLOCK, ROWS, TURNS, TILE, STAGES, PARTS, ASM,
                 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Mixture of experts for steps with many tokens: six launches, none of which knows a length on the host.
 
-The kernels are in `moe_many_route.py`, `moe_many_experts.py` and, for quantised weights, `moe_many_packed.py`. Every
-output row is computed by one program and every sum has a fixed order, so runs agree to the bit.
+The kernels are in `moe_many_route.py`, `moe_many_experts.py` and, for quantised weights, `moe_many_packed.py`; a large
+shared expert has products of its own (`moe_many_shared.py`). Every output row is computed by one program and every sum
+has a fixed order, so runs agree to the bit.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import triton
 from torch import Tensor
 
 from longturn.kernels.dependent import launch_options
+from longturn.kernels.moe_many_copied import described, experts_down_copied, experts_in_copied
 from longturn.kernels.moe_many_experts import combine_experts, experts_down, experts_in
 from longturn.kernels.moe_many_packed import experts_down_packed, experts_in_packed
 from longturn.kernels.moe_many_route import choose_experts, router_logits, sort_choices
+from longturn.kernels.moe_many_shared import shared_apart_pays, shared_hidden
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
 from longturn.kernels.small_linear import as_operand, largest_power_of_two
 
@@ -38,6 +41,10 @@ class MoeManyPlan:
     router_tokens: int = 64
     router_parts: int = 4
     router_block: int = 32
+    shared_apart: bool | None = None
+    """Whether a plain shared expert (or dense MLP) is computed by `moe_many_shared`; None leaves it to its size."""
+    copied: bool = False
+    """Whether plain weights come by the copy engine (`moe_many_copied`), where the shared expert is apart."""
 
     @staticmethod
     def default(tokens: int, experts: int, top_experts: int) -> MoeManyPlan:
@@ -51,7 +58,7 @@ class MoeManyPlan:
         if each <= 96:
             return MoeManyPlan(tile=64, router_parts=parts)
         wide = MoeManyPlan(tile=128, least=64, in_columns=128, down_columns=256, router_parts=parts)
-        return replace(wide, in_stages=4, in_warps=8, down_stages=4, down_warps=8)
+        return replace(wide, in_stages=4, in_warps=8, down_stages=4, down_warps=8, copied=True)
 
     @staticmethod
     def packed(tokens: int, experts: int, top_experts: int) -> MoeManyPlan:
@@ -63,7 +70,7 @@ class MoeManyPlan:
         warps = 8 if tile == 128 else 4
         return replace(
             MoeManyPlan.default(tokens, experts, top_experts), tile=tile, least=128,
-            in_columns=64, in_block=128, in_stages=3, in_warps=warps,
+            copied=False, in_columns=64, in_block=128, in_stages=3, in_warps=warps,
             down_columns=128, down_block=128, down_stages=3, down_warps=warps,
         )  # fmt: skip
 
@@ -117,7 +124,7 @@ class MoeManyScratch:
     hidden: Tensor
     """[tiles * tile, i] of the weights' type, shared tiles included."""
     parts: Tensor
-    """[T + T * k, n] of the weights' type."""
+    """Flat, of the weights' type: room for [T + T * k, n], and before that for the shared expert's gate and up."""
     no_tiles: Tensor
     """int32 [1], always 0: what a dense layer reads for `total_tiles`."""
 
@@ -148,7 +155,7 @@ class MoeManyScratch:
             total_tiles=of(torch.int32, 1),
             sorted_choices=of(torch.int32, padded),
             hidden=of(like.dtype, max((padded + shared) * inter, shared * dense_inter)),
-            parts=of(like.dtype, (tokens + choices) * width),
+            parts=of(like.dtype, max((tokens + choices) * width, 2 * tokens * max(inter, dense_inter))),
             no_tiles=torch.zeros(1, dtype=torch.int32, device=like.device),
         )
 
@@ -191,7 +198,11 @@ def moe_many_tokens(
     while parts > 1 and n % (parts * plan.router_block):
         parts -= 1
     choices = tokens * top_experts
-    shared_tiles = triton.cdiv(tokens, plan.tile)
+    apart = plan.shared_apart
+    if apart is None:
+        apart = shared_apart_pays(tokens, n, inter)
+    apart = apart and shared_in.format is WeightFormat.PLAIN
+    shared_tiles = 0 if apart else triton.cdiv(tokens, plan.tile)
     # At most: every expert's last tile is not full, or every choice has a tile of its own.
     tiles = shared_tiles + min(choices // plan.tile + experts, choices)
     total_tiles = scratch.total_tiles if top_experts else scratch.no_tiles
@@ -212,6 +223,16 @@ def moe_many_tokens(
             scratch.first_tile, scratch.total_tiles, choices,
             EXPERTS=experts, TILE=plan.tile, SPAN=512, num_warps=4, **more,
         )  # fmt: skip
+    if apart:
+        # Its hidden rows and its gate and up lie where the routed experts' will, and are done with by then.
+        own = shared_hidden(
+            normed[: tokens * n].view(tokens, n), shared_in.words, scratch.parts, hidden,
+            alpha=alpha, beta=beta, limit=limit, pdl=pdl,
+        )  # fmt: skip
+        if not top_experts:
+            x.addmm_(own, shared_out.words.T)
+            return
+        torch.mm(own, shared_out.words.T, out=scratch.parts[: tokens * n].view(tokens, n))
     lists = (
         scratch.sorted_choices, scratch.tile_expert, scratch.first_tile, scratch.counts, total_tiles, tokens,
         shared_tiles,
@@ -222,15 +243,27 @@ def moe_many_tokens(
     out = {"N": n, "INTER": inter, "TILE": plan.tile, "COLUMNS": out_columns, "STAGES": plan.down_stages}
     in_block, down_block = largest_power_of_two(n, plan.in_block), largest_power_of_two(inter, plan.down_block)
     if plain:
-        least = {"LEAST": min(plan.least, plan.tile)}
-        experts_in[(inter // columns, tiles)](
-            normed, routed_in.words, shared_in.words, hidden, *lists,
-            TOP=top_experts, BLOCK_K=in_block, num_warps=plan.in_warps, **least, **activation, **into, **more,
-        )  # fmt: skip
-        experts_down[(n // out_columns, tiles)](
-            hidden, routed_out.words, shared_out.words, scratch.parts, *lists,
-            BLOCK_K=down_block, num_warps=plan.down_warps, **least, **out, **more,
-        )  # fmt: skip
+        least = min(plan.least, plan.tile)
+        if apart and plan.copied:
+            rows = hidden[: hidden.numel() // inter * inter].view(-1, inter)
+            experts_in_copied[(inter // columns, tiles)](
+                normed, described(routed_in.words.view(-1, n), columns, in_block), hidden, *lists[:5],
+                TOP=top_experts, BLOCK_K=in_block, LEAST=least, num_warps=plan.in_warps, **activation, **into, **more,
+            )  # fmt: skip
+            experts_down_copied[(n // out_columns, tiles)](
+                described(rows, plan.tile, down_block), described(rows, least, down_block),
+                described(routed_out.words.view(-1, inter), out_columns, down_block), scratch.parts, *lists[:5], tokens,
+                BLOCK_K=down_block, LEAST=least, num_warps=plan.down_warps, **out, **more,
+            )  # fmt: skip
+        else:
+            experts_in[(inter // columns, tiles)](
+                normed, routed_in.words, shared_in.words, hidden, *lists,
+                TOP=top_experts, BLOCK_K=in_block, LEAST=least, num_warps=plan.in_warps, **activation, **into, **more,
+            )  # fmt: skip
+            experts_down[(n // out_columns, tiles)](
+                hidden, routed_out.words, shared_out.words, scratch.parts, *lists,
+                BLOCK_K=down_block, LEAST=least, num_warps=plan.down_warps, **out, **more,
+            )  # fmt: skip
     else:
         form = {"PARTS": int(routed_in.format), "SHARED_PARTS": int(shared_in.format), "ASM": x.is_cuda}
         experts_in_packed[(inter // columns, tiles)](

@@ -1,8 +1,8 @@
 """MiniMax Sparse Attention for decode steps: two to four launches, each able to fill the chip with one request.
 
     scores   blocks of the context are dealt out to programs; also writes the new token's K, V and index key
-    select   the rank of each block by counting the blocks that beat it, so no program ever sorts; a graph for
-             short contexts leaves this launch out, each program of `attend` then does the count itself
+    select   the best blocks by halving a bound until as many reach it, so no program ever sorts; a graph for short
+             contexts leaves this launch out, each program of `attend` then counts the blocks that beat each block
     attend   the chosen tokens are dealt out to `splits` programs a key/value head, each a partial softmax
     merge    one program a query head; none if `splits` is 1
 
@@ -59,14 +59,15 @@ def msa_decode(
     )  # fmt: skip
     fused = shape.max_blocks <= plan.fused_blocks
     if not fused:
-        _select[(triton.cdiv(shape.max_blocks, plan.candidates), layout.kv_heads, n)](
-            rows.positions, scratch.scores, shape.max_blocks, scratch.selected,
-            KV_HEADS=layout.kv_heads, PAGE=layout.page_tokens, CANDIDATES=plan.candidates, RIVALS=plan.rivals,
-            num_warps=4, **forced, **more,
+        blocks = triton.next_power_of_2(shape.max_blocks)
+        _select[(layout.kv_heads, n)](
+            rows.positions, rows.page_table, stride, scratch.scores, shape.max_blocks, scratch.selected, scratch.pages,
+            KV_HEADS=layout.kv_heads, PAGE=layout.page_tokens, BLOCKS=blocks,
+            num_warps=min(16, max(1, blocks // plan.select_blocks)), **forced, **more,
         )  # fmt: skip
     _attend[(plan.splits, layout.kv_heads, n)](
         projected, rows.positions, rows.page_table, stride, rows.cos, rows.sin, norms.query,
-        scratch.scores, shape.max_blocks, scratch.selected, *kv, *scales,
+        scratch.scores, shape.max_blocks, scratch.selected, scratch.pages, *kv, *scales,
         scratch.partial, scratch.partial_max, scratch.partial_sum, out, layout.head_dim**-0.5 * _LOG2E, shape.eps,
         FORMAT=form, ASM=cache.is_cuda,
         RANKED=triton.next_power_of_2(shape.max_blocks) if fused else 0, SPLITS=plan.splits, TILE=plan.tile,

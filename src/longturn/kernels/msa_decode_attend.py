@@ -105,9 +105,9 @@ def _take_tile(
 
 @triton.jit
 def _attend(
-    projected, positions, page_table, table_stride, cos, sin, query_norm, scores, score_stride, selected,
-    cache, page_stride, key_lane, value_lane, scales, scale_stride, key_scale_lane, value_scale_lane,
-    partial, partial_max, partial_sum, out, scale_log2, eps,
+    projected, positions, page_table, table_stride, cos, sin, query_norm, scores, score_stride,
+    selected, selected_pages, cache, page_stride, key_lane, value_lane,
+    scales, scale_stride, key_scale_lane, value_scale_lane, partial, partial_max, partial_sum, out, scale_log2, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
     FORMAT: tl.constexpr, ASM: tl.constexpr,
     TOP: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, RANKED: tl.constexpr,
@@ -159,8 +159,9 @@ def _attend(
             blocks = tl.where(order < count, tl.sum(tl.where(wanted, i[None, :], 0), axis=1), -1)
             pages = tl.sum(tl.where(wanted, pages_of_all[None, :], 0), axis=1)
     else:
-        chosen = tl.load(selected + (row * KV_HEADS + kv_head) * TOP + order, cache_modifier=FRESH)
-        page_of = tl.load(table + chosen, mask=chosen >= 0, other=0, cache_modifier=FRESH)
+        at_chosen = (row * KV_HEADS + kv_head) * TOP + order
+        chosen = tl.load(selected + at_chosen, cache_modifier=FRESH)
+        page_of = tl.load(selected_pages + at_chosen, cache_modifier=FRESH)
         if BLOCKS == 1:
             block = chosen
             page = page_of

@@ -14,6 +14,8 @@ from longturn.kernels.kv_formats import FP8, FP8_LOW, PLAIN, fp8_halves, write_t
 
 _FORCED = tl.constexpr(1e30)
 _ABSENT = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+_FORCED_KEY = tl.constexpr(0x7FFFFFFF)
+_ABSENT_KEY = tl.constexpr(-0x7FFFFFFF)
 
 
 @triton.jit
@@ -109,27 +111,53 @@ def order_keys(base, block, count, INIT: tl.constexpr, LOCAL: tl.constexpr):
 
 @triton.jit
 def _select(
-    positions, scores, score_stride, selected,
+    positions, page_table, table_stride, scores, score_stride, selected, pages,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TOP: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
-    CANDIDATES: tl.constexpr, RIVALS: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.program_id(2)
+    """The TOP best blocks of a row and head, in the order of their numbers, and their pages; -1 and page 0 where the
+    row has fewer. The grid is (KV_HEADS, rows).
+
+    A bound that exactly TOP blocks reach is found by halving: a dozen counts, each a few instructions a thread. Equal
+    keys at the bound are taken from the earliest block on.
+    """
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    block = tl.arange(0, BLOCKS)
     position = tl.load(positions + row, cache_modifier=FRESH)
-    wait_then_release(PDL)
     count = tl.where(position >= 0, position // PAGE + 1, 0)
-    to = selected + (row * KV_HEADS + head) * TOP
-    if tile == 0:
-        slot = tl.arange(0, TOP)
-        tl.store(to + slot, tl.full([TOP], -1, tl.int32), mask=slot >= count)
-    if tile * CANDIDATES < count:
-        base = scores + (row * KV_HEADS + head).to(tl.int64) * score_stride
-        mine = tile * CANDIDATES + tl.arange(0, CANDIDATES)
-        key = order_keys(base, mine, count, INIT, LOCAL)
-        beaten = tl.zeros([CANDIDATES, RIVALS], dtype=tl.int32)
-        for start in tl.range(0, count, RIVALS):
-            rival = order_keys(base, start + tl.arange(0, RIVALS), count, INIT, LOCAL)
-            beaten += (rival[None, :] > key[:, None]).to(tl.int32)
-        rank = tl.sum(beaten, axis=1)
-        tl.store(to + rank, mine.to(tl.int32), mask=(rank < TOP) & (mine < count))
+    present = block < count
+    page = tl.load(page_table + row.to(tl.int64) * table_stride + block, mask=present, other=0, cache_modifier=FRESH)
+    wait_then_release(PDL)
+    line = (row * KV_HEADS + head).to(tl.int64)
+    forced = (block < INIT) | (block >= count - LOCAL)
+    value = tl.load(scores + line * score_stride + block, mask=block < count - LOCAL, other=0.0, cache_modifier=FRESH)
+    value = tl.where(value == value, value, float("-inf"))
+    bits = value.to(tl.int32, bitcast=True)
+    key = tl.where(forced, _FORCED_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    key = tl.where(present, key, _ABSENT_KEY)
+    # `low` is reached by TOP blocks or more (by all, if there are fewer), `high` by fewer.
+    low = tl.min(tl.where(present, key, _FORCED_KEY), axis=0).to(tl.int64)
+    high = tl.max(tl.where(present & (forced == 0), key, _ABSENT_KEY), axis=0).to(tl.int64) + 1
+    if INIT + LOCAL >= TOP:
+        low = tl.where(count >= TOP, _FORCED_KEY, low)
+    high = tl.where(count > TOP, high, low)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        reached = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), axis=0)
+        low = tl.where(reached >= TOP, middle, low)
+        high = tl.where(reached > TOP, high, tl.where(reached == TOP, middle + 1, middle))
+    bound = low.to(tl.int32)
+    above = key > bound
+    tie = (key == bound) & present
+    left = TOP - tl.sum(above.to(tl.int32), axis=0)
+    # Blocks above the bound and at it, counted in the halves of one number.
+    seen = tl.cumsum(above.to(tl.int32) + (tie.to(tl.int32) << 16), axis=0)
+    ties = seen >> 16
+    chosen = above | (tie & (ties <= left))
+    place = line * TOP + (seen & 0xFFFF) + tl.minimum(ties, left) - 1
+    tl.store(selected + place, block, mask=chosen)
+    tl.store(pages + place, page, mask=chosen)
+    slot = tl.arange(0, TOP)
+    tl.store(selected + line * TOP + slot, tl.full([TOP], -1, tl.int32), mask=slot >= count)
+    tl.store(pages + line * TOP + slot, tl.zeros([TOP], tl.int32), mask=slot >= count)

@@ -49,8 +49,8 @@ class MsaPlan:
     warps: int = 4
     score_warps: int = 4
     score_stages: int = 2
-    candidates: int = 8
-    rivals: int = 256
+    select_blocks: int = 128
+    """Blocks a warp of `select`."""
     stages: int = 3
     fused_blocks: int = FUSED_BLOCKS
     ahead: bool = True
@@ -63,16 +63,16 @@ class MsaPlan:
             # Measured with fp8 index keys, of which twice as many programs fit a multiprocessor.
             splits = 16 if rows <= 4 else 8 if rows <= 16 else 2
             chunks = max(1, min(max_blocks, 792 // rows))
-            return MsaPlan(chunks=chunks, splits=splits, tile=128, candidates=16 if 4 < rows <= 16 else 8)
-        chunks = max(1, min(max_blocks, 396 // rows))
-        splits = 16 if rows <= 4 else 4 if rows <= 16 else 2
+            # Ranking inside `attend` took 3 us a layer more than a launch of its own, at one row of 33 blocks.
+            return MsaPlan(chunks=chunks, splits=splits, tile=128, fused_blocks=16)
+        # Where rows and heads alone fill the chip, one program each saves the merging.
+        splits = 16 if rows <= 2 else 8 if rows <= 4 else 4 if rows <= 16 else 1 if 24 < rows <= 32 else 2
         return MsaPlan(
-            chunks=chunks,
+            chunks=max(1, min(max_blocks, 396 // rows)),
             splits=splits,
             # Where a program has several tiles, tiles of 64 tokens let three programs run on a multiprocessor.
-            tile=128 if splits == 16 else 64,
+            tile=64 if 1 < splits < 16 else 128,
             warps=8 if rows == 1 else 4,
-            rivals=128 if max_blocks <= 128 else 256,
             # Ranking takes registers for the square of the blocks, in every program of which many rows have many.
             fused_blocks=FUSED_BLOCKS if rows <= 4 else FUSED_BLOCKS // 2,
         )
@@ -86,6 +86,8 @@ class MsaScratch:
     """fp32 [rows, kv_heads, max_blocks]."""
     selected: Tensor
     """int32 [rows, kv_heads, top_blocks]."""
+    pages: Tensor
+    """int32, as `selected`: the pages of those blocks."""
     partial: Tensor
     """fp32 [rows, splits, q_heads, head_dim], and its maximum and sum without the last dimension."""
     partial_max: Tensor
@@ -97,6 +99,7 @@ class MsaScratch:
         kv, heads = shape.layout.kv_heads, (rows, plan.splits, shape.q_heads)
         return MsaScratch(
             torch.empty(rows, kv, shape.max_blocks, dtype=torch.float32, device=device),
+            torch.empty(rows, kv, shape.top_blocks, dtype=torch.int32, device=device),
             torch.empty(rows, kv, shape.top_blocks, dtype=torch.int32, device=device),
             torch.empty(*heads, shape.layout.head_dim, dtype=torch.float32, device=device),
             torch.empty(heads, dtype=torch.float32, device=device),

@@ -7,8 +7,8 @@ reads whole rows of x anyway, so the sum of squares is free, and its root divide
 more tokens, which are the M side of a tensor-core tile; there the fold costs more than a launch, since x then passes
 through registers on its way to shared memory. `_row_tiles` has the weights on that side instead, which is what
 quantised ones need: they pass through registers anyway. `_row_slices` is for plain matrices of few rows, where one
-tile a multiprocessor leaves its warps little to do. Plain matrices that fit on the chip go to linear_ahead.py on a
-Hopper card.
+tile a multiprocessor leaves its warps little to do. On a Hopper card plain matrices that fit on the chip go to
+linear_ahead.py, and quantised ones that meet one token to packed_linear.py.
 """
 
 # Functions under triton.jit are written in Triton's types, which mypy does not know.
@@ -26,6 +26,7 @@ from torch import Tensor
 from longturn.kernels.dependent import FRESH, launch_options, wait_then_release
 from longturn.kernels.linear_ahead import AheadPlan, ahead_pays, ahead_plan, linear_ahead
 from longturn.kernels.norm import add_norm
+from longturn.kernels.packed_linear import StreamPlan, stream_linear, streams
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
 from longturn.kernels.packed_weights_decode import decode, load_scales, part_columns
 
@@ -223,11 +224,19 @@ class LinearPlan:
     slices: bool = False
     ahead: bool | None = None
     """Whether weights wait in shared memory (linear_ahead.py) where they can; None leaves it to what was measured."""
+    stream: bool = True
+    """Whether quantised weights of one token are streamed (packed_linear.py) where they can be."""
+    stream_slices: int = 0
+    """How they are then dealt out (`StreamPlan`); 0 leaves it to shape and format."""
+    stream_row_warps: int = 1
+    stream_words: int = 128
 
     @staticmethod
     def before_attention(tokens: int, max_blocks: int) -> LinearPlan:
         """For the projection before sparse attention over up to so many blocks."""
-        return LinearPlan(ahead=True if tokens == 1 and max_blocks <= 64 else None)
+        return LinearPlan(
+            ahead=True if tokens == 1 and max_blocks <= 64 else None, dot_stages=4 if 16 < tokens <= 32 else 0
+        )
 
 
 def small_linear(
@@ -256,6 +265,9 @@ def small_linear(
     form = {"PARTS": int(w.format), "ASM": w.words.is_cuda}
     if tokens == 1 and not exact and (ahead := _ahead(plan, x, w, norm_weight is not None)) is not None:
         linear_ahead(x, w.words, out, norm_weight, residual, eps, ahead, flags)
+        return
+    if not exact and (stream := _stream(plan, x, w)) is not None:
+        stream_linear(x, w, out, norm_weight, residual, eps, stream, flags)
         return
     # Long quantised rows decode faster inside the tensor cores, and folding the norm costs more than its own launch.
     short = plain or packed_block(width, w) == width or (norm_weight is not None and normed is None)
@@ -317,6 +329,15 @@ def _ahead(plan: LinearPlan, x: Tensor, weight: PackedWeight, norm: bool) -> Ahe
         return None
     held = ahead_plan(x, weight.words, norm)
     return held if held is not None and (plan.ahead or ahead_pays(x.shape[0], held)) else None
+
+
+def _stream(plan: LinearPlan, x: Tensor, weight: PackedWeight) -> StreamPlan | None:
+    if not plan.stream or not streams(x, weight):
+        return None
+    stream = StreamPlan.of(weight.format, weight.shape[0])
+    if plan.stream_slices:
+        stream = StreamPlan(plan.stream_slices, plan.stream_row_warps, plan.stream_words)
+    return stream if stream.fits(weight.format, *weight.shape) else None
 
 
 def row_block(width: int) -> int:

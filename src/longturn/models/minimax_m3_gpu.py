@@ -24,15 +24,17 @@ from longturn.kernels.moe_one import moe_one_token, pays_at_one_token
 from longturn.kernels.msa_decode import msa_decode
 from longturn.kernels.msa_many import MsaManyScratch, msa_many_tokens
 from longturn.kernels.msa_plan import DecodeRows, MsaScratch, MsaShape
+from longturn.kernels.one_token import MOST_BLOCKS, OneTokenScratch, one_token_layers, runs_here
 from longturn.kernels.packed_weights import PackedWeight
 from longturn.kernels.pages import KvFormat, PageLayout
 from longturn.kernels.sampling_table import SamplePlan
-from longturn.kernels.small_linear import small_linear
+from longturn.kernels.small_linear import as_operand, small_linear
 from longturn.kernels.step_edges import begin_step
 from longturn.kernels.unpack_weights import unpack
 from longturn.models.base import KVSpec
 from longturn.models.minimax_m3_config import MiniMaxM3Config
 from longturn.models.minimax_m3_gpu_limits import LARGEST_BATCH
+from longturn.models.minimax_m3_gpu_one_token import one_token_run
 from longturn.models.minimax_m3_gpu_plans import GpuPlans, ModelPlans
 from longturn.models.minimax_m3_gpu_weights import FeedForward, GpuLayer, GpuWeights, Weight
 from longturn.ops.kv_lane import FP8
@@ -95,6 +97,7 @@ class MiniMaxM3Gpu:
         self._inv_freq = c.rope.inv_freq.to(self.device)
         self._layers = weights.layers
         self._dense = None if all(c.sparse_layers) else DenseShape(c.heads, self.layout, c.rope.rotary_dim, c.norm_eps)
+        self._one_token = one_token_run(weights.layers, self._shape(1), self.cache)
 
     def with_plans(self, plans: GpuPlans) -> MiniMaxM3Gpu:
         """This model, weights and cache, with other plans."""
@@ -132,7 +135,13 @@ class MiniMaxM3Gpu:
             dense_scratch = DenseScratch.allocate(slots, dense_plan.splits, dense, x)
         begin_step(tokens, positions, self._weights.embedding, self._inv_freq, x, rows.cos, rows.sin, pdl=pdl)
         normed = False  # whether the layer before left norm(x) in moe.normed
-        for index, layer in enumerate(self._layers[:layers]):
+        chained = self._layers[:layers]
+        run = self._one_token if slots == 1 and max_blocks <= MOST_BLOCKS else None
+        if run is not None and not runs_here(self.device):
+            run = None
+        if run is not None:
+            chained = chained[: run.first]
+        for index, layer in enumerate(chained):
             width = layer.projection.shape[0]
             qkv = projected[: slots * width].view(slots, width)
             if normed:
@@ -142,14 +151,16 @@ class MiniMaxM3Gpu:
                     x, layer.projection, qkv, norm_weight=layer.input_norm, normed=moe.normed, eps=eps, plan=project,
                     pdl=pdl,
                 )  # fmt: skip
+            # What quantised weights are multiplied by without a conversion in every program.
+            attended = as_operand(attention) if isinstance(layer.out, PackedWeight) else attention
             if layer.heads is not None:
-                msa_decode(qkv, rows, layer.heads, self.cache, index, attention, shape, plan, scratch, pdl=pdl)
+                msa_decode(qkv, rows, layer.heads, self.cache, index, attended, shape, plan, scratch, pdl=pdl)
             elif dense is not None:
                 dense_decode(
-                    qkv, rows, layer.head_norms, self.cache, index, attention, dense, dense_plan, dense_scratch,
+                    qkv, rows, layer.head_norms, self.cache, index, attended, dense, dense_plan, dense_scratch,
                     pdl=pdl,
                 )  # fmt: skip
-            small_linear(attention, layer.out, x, residual=x, plan=out_of, pdl=pdl)
+            small_linear(attended, layer.out, x, residual=x, plan=out_of, pdl=pdl)
             # After the last layer the norm is of no use, but another kernel without it would have to be compiled.
             following = self._layers[min(index + 1, len(self._layers) - 1)]
             normed = False
@@ -166,6 +177,12 @@ class MiniMaxM3Gpu:
                     alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, plan=experts if layer.top else None,
                     next_norm=following.input_norm if normed else None, pdl=pdl,
                 )  # fmt: skip
+        if run is not None and (layers is None or layers > run.first):
+            one_token_layers(
+                run.weights, x, rows, shape, OneTokenScratch.allocate(shape, self.device),
+                scaling_factor=c.routed_scale, alpha=form.alpha, beta=form.beta, limit=form.limit,
+                last=None if layers is None else layers - run.first,
+            )  # fmt: skip
 
     # --- many tokens ------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,8 @@ def scratch_bytes(c: MiniMaxM3Config, tokens: int, max_context_tokens: int, *, p
     choices = tokens * c.top_experts
     attention = tokens * c.heads * c.selection.top * (c.head_dim + 2) * 2
     scores = tokens * c.kv_heads * -(-max_context_tokens // PAGE_TOKENS) * 4
-    moe = (choices + 128 * c.experts + 2 * tokens) * c.expert_ffn * 2 + (tokens + choices) * c.hidden * 2
+    parts = max((tokens + choices) * c.hidden, 2 * tokens * max(c.expert_ffn, c.dense_ffn))
+    moe = (choices + 128 * c.experts + 2 * tokens) * c.expert_ffn * 2 + parts * 2
     moe += tokens * (8 * c.experts * 4 + c.dense_ffn * 2)
     rows = tokens * (8 * c.hidden + 3 * c.q_width + 4 * c.kv_width) * 2
     logits = 3 * LARGEST_BATCH * c.vocab_size * 4

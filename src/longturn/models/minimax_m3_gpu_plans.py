@@ -85,7 +85,7 @@ class ModelPlans:
         return self._of("moe_one", 1, MoeOnePlan.default(self._c.hidden, self._routed_form))
 
     def moe_few(self, rows: int) -> MoePlan:
-        return self._of("moe_few", rows, MoePlan.default(self._routed_form, rows))
+        return self._of("moe_few", rows, MoePlan.default(self._routed_form, rows, self._c.hidden))
 
     def moe_many(self, tokens: int) -> MoeManyPlan | None:
         """None: the launch chooses, by what it is given."""

@@ -11,6 +11,7 @@ import torch
 
 from longturn.executor.gpu.compile import Compilation, Kernel
 from longturn.executor.gpu.steps import DeviceSteps, GpuLimits
+from longturn.kernels.moe_many_shared import shared_apart_pays
 from longturn.kernels.packed_weights import WeightFormat
 from longturn.models.minimax_m3_config import MiniMaxM3Config
 from longturn.models.minimax_m3_gpu import MiniMaxM3Gpu, warm_layers
@@ -58,6 +59,9 @@ class EarlyWork:
         self._compilation = Compilation(kernels) if kernels else None  # forks, and so comes before the thread
         rows = {layer.projection.shape[0] for layer in like.layers}
         products = [(count, c.hidden) for count in rows] + [(c.hidden, c.q_width)]
+        for width in {weight.shape[1] for weight in (layer.feed_forward[6] for layer in like.layers)}:
+            if shared_apart_pays(steps.buckets.tokens[-1], c.hidden, width):
+                products += [(2 * width, c.hidden), (c.hidden, width)]
         self._thread = threading.Thread(target=_load_library, args=(products, steps.buckets.tokens), daemon=True)
         self._thread.start()
         spent = (len(kernels), noted - begin, time.perf_counter() - noted)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longturn.errors import LongturnError
+from longturn.prepared import cache_directory
 
 SOURCE_DIR = Path(__file__).parent
 UNIT = "kernels.cpp"
@@ -41,11 +42,6 @@ class KernelBuildError(LongturnError):
     """The CPU kernels could not be compiled or loaded; the message says what to install or change."""
 
 
-def default_cache_dir() -> Path:
-    """Where prepared files go if the configuration names no directory."""
-    return Path.home() / ".cache" / "longturn"
-
-
 def find_compiler() -> tuple[str, ...] | None:
     """Command of a C++17 compiler: `c++`, `g++`, `clang++`, else the PyPI package `ziglang`; None if there is none."""
     for name in ("c++", "g++", "clang++"):
@@ -67,6 +63,7 @@ def build(cache_dir: Path | None = None, *, arch: Sequence[str] | None = None, d
 
     Raises:
         KernelBuildError: no compiler, a failed compilation, or a directory that cannot be written.
+        ConfigError: no directory is given, and there is no home directory.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -78,7 +75,7 @@ def build(cache_dir: Path | None = None, *, arch: Sequence[str] | None = None, d
     digest = hashlib.sha256("\0".join([*compiler, version, *flags, _processor()]).encode())
     for name in (UNIT, *INCLUDED):
         digest.update((SOURCE_DIR / name).read_bytes())
-    target = (cache_dir or default_cache_dir()) / "kernels" / f"cpu-{digest.hexdigest()[:24]}.so"
+    target = cache_directory(cache_dir) / "kernels" / f"cpu-{digest.hexdigest()[:24]}.so"
     if not target.exists():
         _compile([*compiler, *flags, str(SOURCE_DIR / UNIT)], target)
     return target
