@@ -6,10 +6,10 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longturn.engine.pacing import MIN_CHUNK_TOKENS, Allowance, StepTimeModel, attention_pairs
+from longturn.engine.pacing import LEAST_WORK, LOST_WORK, MIN_CHUNK_TOKENS, Allowance, StepTimeModel, attention_pairs
 
 
 def feed(model: StepTimeModel, rng: random.Random, steps: int, token_ns: float, pair_ns: float, noise: float) -> None:
@@ -80,3 +80,100 @@ def test_a_chunk_makes_progress_within_the_tokens(tokens: int, start: int, need:
     assert count == need or count < 128 or (start + count) % 128 == 0
     if count > MIN_CHUNK_TOKENS:
         assert model.chunk_ns(start, count) <= budget * 1.000001
+
+
+class World:
+    """A device whose chunks cost a fixed part, a part by token and a part by pair, each step off by some noise."""
+
+    def __init__(
+        self, rng: random.Random, decode: float, fixed: float, token: float, pair: float, noise: float
+    ) -> None:
+        self.rng, self.noise = rng, noise
+        self.decode, self.fixed, self.token, self.pair = decode, fixed, token, pair
+
+    def step_ns(self, tokens: int, pairs: float) -> int:
+        time = self.decode + (self.fixed + self.token * tokens + self.pair * pairs if tokens else 0.0)
+        return round(time * self.rng.uniform(1 - self.noise, 1 + self.noise))
+
+    def serve(
+        self, model: StepTimeModel, target: float, prompts: int, length: int, start: int
+    ) -> list[tuple[int, float]]:
+        """Compute prompts beside decodes, one after the other; tokens and time, as they would be without noise, of each
+        step whose chunk was not a prompt's end."""
+        steps = []
+        for _ in range(prompts):
+            at, end = start, start + self.rng.randrange(length // 8, length)
+            model.observe(self.step_ns(0, 0.0), 4, 0, 0.0)
+            while at < end:
+                allowance = Allowance(model, 1 << 20, target - model.decode_ns)
+                count = allowance.take(at, end - at, 1)
+                pairs = attention_pairs(at, count)
+                at += count
+                if at < end:
+                    time = self.decode + self.fixed + self.token * count + self.pair * pairs
+                    steps.append((count, time))
+                model.observe(self.step_ns(count, pairs), 4, count, pairs)
+        return steps
+
+
+worlds = st.builds(
+    World,
+    st.integers(0, 10**6).map(random.Random),
+    decode=st.floats(1e6, 3e7),
+    fixed=st.one_of(st.just(0.0), st.floats(1e5, 5e7)),
+    token=st.floats(5e3, 5e5),
+    pair=st.sampled_from([0.0, 0.02, 0.5]),
+    noise=st.sampled_from([0.0, 0.03]),
+)
+
+
+@given(worlds)
+@settings(max_examples=60, deadline=None)
+def test_a_fixed_part_is_told_from_tokens(world: World) -> None:
+    model = StepTimeModel()
+    for _ in range(80):
+        model.observe(world.step_ns(0, 0.0), 4, 0, 0.0)
+        start, count = world.rng.randrange(8000), world.rng.randrange(32, 4096)
+        pairs = attention_pairs(start, count)
+        model.observe(world.step_ns(count, pairs), 4, count, pairs)
+    mean = world.fixed + world.token * 2048 + world.pair * attention_pairs(4000, 2048)
+    slack = 0.02 * mean + 4 * world.noise * (mean + world.decode)
+    for count in (256, 1024, 3000):
+        truth = world.fixed + world.token * count + world.pair * attention_pairs(4000, count)
+        assert model.fixed_ns + model.chunk_ns(4000, count) == pytest.approx(truth, abs=slack)
+
+
+@given(worlds, st.floats(1.3, 6.0), st.integers(0, 20_000))
+@settings(max_examples=60, deadline=None)
+def test_a_target_that_can_be_kept_is_kept_and_used(world: World, ease: float, start: int) -> None:
+    least = (1 + LEAST_WORK) * world.fixed + (world.token + world.pair * start) * 2 * MIN_CHUNK_TOKENS
+    target = world.decode + ease * least
+    length = 8 * round((target - world.decode) / (world.token + world.pair * start))
+    steps = world.serve(StepTimeModel(), target, 20, max(length, 400), start)
+    late = [time / target for _, time in steps[len(steps) // 2 :]]
+    assert late and sorted(late)[len(late) * 9 // 10] <= 1.05 + 4 * world.noise
+    assert sum(late) / len(late) >= 0.85 - 4 * world.noise
+
+
+@given(worlds, st.floats(-0.5, 0.7))
+@settings(max_examples=60, deadline=None)
+def test_chunks_are_not_cut_thin_for_a_target_that_cannot_be_kept(world: World, share: float) -> None:
+    """Each chunk does work worth its fixed part: all of a prompt takes at most a third longer than in one piece."""
+    target = world.decode + share * (1 + LEAST_WORK) * world.fixed
+    length = 16 * LOST_WORK * world.fixed / (world.token + world.pair * 4000)
+    steps = world.serve(StepTimeModel(), target, 20, round(min(max(length, 2000), 200_000)), 4000)
+    assert min(count for count, _ in steps) >= MIN_CHUNK_TOKENS, "prompts go on"
+    late = [time - world.decode - world.fixed for _, time in steps[len(steps) // 2 :]]
+    if world.fixed > 0.2 * world.decode and late:
+        assert sum(late) / len(late) >= 0.5 * LOST_WORK * world.fixed
+
+
+def test_a_second_prompt_in_a_step_does_not_pay_the_fixed_part_again() -> None:
+    model = StepTimeModel()
+    world = World(random.Random(1), 5e6, 20e6, 20e3, 0.0, 0.0)
+    world.serve(model, 100e6, 10, 8000, 0)
+    allowance = Allowance(model, 1 << 20, 100e6 - 5e6)
+    first = allowance.take(0, 1000, 1)
+    assert first == 1000 and allowance.open
+    assert allowance.take(0, 1 << 20, 1) == pytest.approx((95e6 - 20e6) / 20e3 - 1000, rel=0.05)
+    assert not allowance.open

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,18 @@ def test_points_with_bands_and_a_page(tmp_path: Path, trace: str, capsys: pytest
     assert len((tmp_path / "events").read_text().splitlines()) > 20
 
 
+def test_why_points_are_not_valid_stands_below_the_table(
+    tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--traces", trace, "--preset", "agentx", "--duration", "30", "--concurrency", "1,2", "--no-band"]
+    assert main(["simulate", "--out", str(tmp_path / "out"), *more]) == 0
+    shown = capsys.readouterr().out
+    points = [load_point(path) for path in (tmp_path / "out").glob("*.json")]
+    assert any(not point.validity.valid for point in points) and "possible" in shown and "–" in shown
+    for reason in {reason for point in points for reason in point.validity.reasons}:
+        assert sum(line.startswith("not valid") and line.endswith(reason) for line in shown.splitlines()) == 1
+
+
 def test_the_same_command_twice_gives_the_same_figures_and_events(tmp_path: Path, trace: str) -> None:
     for name in ("one", "two"):
         assert simulate(tmp_path / name, trace, "--events", str(tmp_path / f"{name}.txt"), "--concurrency", "2") == 0
@@ -81,6 +95,28 @@ def test_a_sweep_names_winners_and_what_was_left_out(
     assert "left out: m3 in layout tp1 does not fit on b300" in text and "frontier" in text
 
 
+def test_a_load_that_cannot_begin_costs_its_own_point_alone(
+    tmp_path: Path, trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from longturn.cli import simulate_run
+    from longturn.simulate.runner import SimulationError
+
+    whole = simulate_run.simulate_variant
+
+    def overloaded(plan: Any, variant: Any, lanes: int, **more: Any) -> Any:
+        if lanes == 3 or (lanes == 2 and more.get("scale", 1.0) > 1.0):
+            raise SimulationError("the warm-up took longer than 1 s")
+        return whole(plan, variant, lanes, **more)
+
+    monkeypatch.setattr(simulate_run, "simulate_variant", overloaded)
+    assert simulate(tmp_path / "out", trace, "--concurrency", "1,2,3") == 0
+    assert "left out: m3 on gb300 tp4, 3 trees: the warm-up took longer" in capsys.readouterr().out
+    one, two = (load_point(path) for path in sorted((tmp_path / "out").glob("*.json")))
+    assert one.band is not None and two.band is None
+    load = ("--traces", trace, "--preset", "quick", "--duration", "20", "--out", str(tmp_path / "out"))
+    assert "warm-up took longer" in refused(capsys, "simulate", *load, "--concurrency", "3")
+
+
 def test_winners_by_hand(tmp_path: Path, trace: str) -> None:
     assert simulate(tmp_path / "out", trace, "--no-band", "--concurrency", "1") == 0
     base = load_point(next((tmp_path / "out").glob("*.json")))
@@ -100,33 +136,80 @@ def test_winners_by_hand(tmp_path: Path, trace: str) -> None:
     assert at[110]["configuration"] == "b" and at[110]["next"] is None and at[130]["configuration"] is None
 
 
-def test_published_replays_are_judged_by_frontier_and_by_the_nearest_point(tmp_path: Path, trace: str) -> None:
+def test_published_replays_are_judged_by_configuration_or_by_frontier(tmp_path: Path, trace: str) -> None:
     import msgspec
 
-    from longturn.cli.simulate_validate import judged
+    from longturn.cli.simulate_replays import judged
 
-    assert simulate(tmp_path / "out", trace, "--no-band", "--concurrency", "1") == 0
+    assert simulate(tmp_path / "out", trace, "--concurrency", "1") == 0
     base = load_point(next((tmp_path / "out").glob("*.json")))
-    assert base.metrics.interactivity is not None
+    assert base.metrics.interactivity is not None and base.band is not None
 
     def point(trees: int, speed: float, rate: float) -> Point:
-        speeds = msgspec.structs.replace(base.metrics.interactivity, p90=speed)
-        metrics = msgspec.structs.replace(base.metrics, interactivity=speeds, total_tokens_per_s=rate)
-        return msgspec.structs.replace(base, concurrency=trees, metrics=metrics)
+        def at(scale: float) -> dict[str, Any]:
+            speeds = msgspec.structs.replace(base.metrics.interactivity, p90=speed * scale)
+            return {"interactivity": speeds, "total_tokens_per_s": rate * scale}
 
-    b300 = [point(32, 74.2, 69_900), point(8, 248.8, 17_100), point(4, 300.0, 8_000), point(1, 360.0, 3_000)]
-    results, lines = judged(
-        {"m3-b300": b300, "m3-vr": [point(1, 150.0, 100_000)], "m3-gb200": [point(1, 150.0, 40_000)]}, []
-    )
+        slow, fast = (msgspec.structs.replace(base.band.slow, **at(scale)) for scale in (0.8, 1.25))
+        band = msgspec.structs.replace(base.band, slow=slow, fast=fast)
+        metrics = msgspec.structs.replace(base.metrics, **at(1.0))
+        return msgspec.structs.replace(base, concurrency=trees, metrics=metrics, band=band)
+
+    published = [(74.2, 69_900), (98.9, 47_500), (157.2, 35_000), (194.9, 22_600), (248.8, 17_100), (265.3, 9_200),
+                 (353.4, 5_600), (375.9, 2_900)]  # fmt: skip
+    b300 = [point(n + 1, 1.5 * speed, 0.9 * rate) for n, (speed, rate) in enumerate(published)]
+    found = {"m3-b300": b300, "m3-vr": [point(1, 150.0, 100_000)], "m3-gb200": [point(1, 200.0, 40_000)]}
+    results, lines = judged({**found, "m3.1-vr": [point(1, 700.0, 3_000)]}, [])
     by_name = {one["point"]: one for one in results}
-    first, last = by_name["M3, B300, at 74.2 tok/s/user"], by_name["M3, B300, at 375.9 tok/s/user"]
-    assert first["error"] == pytest.approx(0.0) and first["as_much_at"] == pytest.approx(74.2, rel=1e-3)
-    assert last["predicted"] is None and last["nearest"]["name"].endswith("1 trees")
-    near = by_name["M3, B300, at 265.3 tok/s/user"]["nearest"]
-    assert (near["tok_s_user"], near["tok_s_chip"]) == (300.0, 8_000), "13 and 13 % off, where 8 trees are 86 % off"
+    first = by_name["M3 on B300, AgentX, tp2, 24 trees"]
+    assert first["error"] == pytest.approx(-0.1) and first["error_tok_s_user"] == pytest.approx(0.5)
+    assert (first["low"], first["high"]) == pytest.approx((0.9 * 0.8 * 69_900, 0.9 * 1.25 * 69_900))
+    assert any("mean absolute error 50% of tok/s/user, 10% of tok/s/chip; in the published order" in x for x in lines)
     ratio = by_name["M3, Vera Rubin over GB200 with TensorRT-LLM's experts, at 150"]
-    assert ratio["predicted"] == pytest.approx(2.5) and len(results) == 9
-    assert any("not reached" in line for line in lines)
+    assert ratio["predicted"] == pytest.approx(2.5) and ratio["high"] == pytest.approx(2.5 * 1.25 / 0.8)
+    assert ratio["low"] is None, "slower by a fifth, Vera Rubin does not reach 150"
+    fastest = by_name["M3.1-Flash, Vera Rubin, fastest"]
+    assert (fastest["predicted"], fastest["low"], fastest["high"]) == pytest.approx((700, 560, 875))
+    swapped = judged({"m3-b300": [b300[1], b300[0], *b300[2:]]}, [])[1]
+    assert any("not in the published order" in line for line in swapped)
+    assert any("no figures" in line for line in judged({"m3-b300": [base_without(base), *b300[1:]]}, [])[1])
+
+
+def base_without(point: Point) -> Point:
+    """The point with no request that says how fast answers are."""
+    import msgspec
+
+    return msgspec.structs.replace(point, metrics=msgspec.structs.replace(point.metrics, interactivity=None))
+
+
+def test_trees_are_counted_by_the_requests_beside_their_root_agent(trace: str) -> None:
+    from longturn.bench.traces.load import load_traces
+    from longturn.cli.simulate_replays import matched_trees
+    from longturn.simulate.published_data import groups
+
+    (group,) = (one for one in groups("agentx") if one.name == "M3 on B300, AgentX")
+    trees = load_traces([Path(trace)])
+    requests, roots = (sum(1 for tree in trees for _ in tree.requests()), sum(len(t.root.requests) for t in trees))
+    found = matched_trees(group, trees)
+    assert found == [max(1, round(n * 99 / 57 * roots / requests)) for n in (24, 30, 20, 15, 10, 5, 1, 1)]
+
+
+def test_a_published_replay_is_run_in_its_configurations(
+    monkeypatch: pytest.MonkeyPatch, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a short trace for a minute: the figures mean nothing, which runs are made does."""
+    from longturn.cli import simulate_replays
+
+    case = simulate_replays.CASES["m3-b300"]
+    at = case.words.index("--median-input")
+    words = (*case.words[:at], *case.words[at + 4 :], "--preset", "quick")
+    monkeypatch.setattr(simulate_replays, "CASES", {"m3-b300": dataclasses.replace(case, words=words)})
+    more = ["--case", "m3-b300", "--duration", "60", "--platform", "b200", "--json"]
+    assert main(["simulate", "validate", "--agentx", trace, *more]) == 0
+    found = json.loads(capsys.readouterr().out)["agentx"]
+    assert [one["point"].split(", ")[-2:] for one in found][:3] == [["tp2", "24 trees"], ["tp4", "30 trees"],
+                                                                    ["tp4", "20 trees"]]  # fmt: skip
+    assert [one["simulated_trees"] for one in found] == [42, 52, 35, 26, 17, 9, 2, 2], "all requests are a root agent's"
 
 
 def test_what_if_stands_beside_amdahl(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +260,12 @@ def test_a_platform_of_measured_steps(tmp_path: Path, trace: str, capsys: pytest
     point = load_point(next((tmp_path / "out").glob("*.json")))
     assert (point.model.name, point.platform.chip, point.model.quantisation) == ("tiny", "abacus", "q4_1")
     assert point.band is not None and point.band.relative == pytest.approx(0.05)
+    assert (
+        simulate(tmp_path / "paced", trace, *more, "--scale-context", "0.5", "--target-itl", "0,40", "--no-band") == 0
+    )
+    assert {load_point(one).flags["scheduler.target_itl_ms"] for one in (tmp_path / "paced").glob("*.json")} == {
+        "0.0", "40.0",
+    }  # fmt: skip
     text = refused(capsys, "simulate", "--platform", str(path), "--traces", trace, "--sweep", "--scale-context", "0.5")
     assert "nothing to sweep" in text
     assert "knows whole steps" in refused(
@@ -205,8 +294,11 @@ def test_a_platform_of_measured_steps(tmp_path: Path, trace: str, capsys: pytest
         (["--target-itl", "fast"], "--target-itl"),
         (["--concurrency", "0"], "--concurrency"),
         (["--jobs", "0"], "--jobs"),
-        (["--at", "-1"], "--at"),
+        (["--at", "-1"], "--at must be more than 0"),
+        (["--at", "100"], "--at needs --sweep"),
         (["--sweep", "--events", "x"], "--events"),
+        (["--routing", "0.5"], "--routing must be at least 1"),
+        (["--platform", "h200", "--layout", "tp8", "--formats", "nvfp4"], "has no experts 'nvfp4'"),
     ],
 )
 def test_bad_flags(
@@ -260,6 +352,19 @@ def test_a_dense_model(tmp_path: Path, trace: str) -> None:
     assert simulate(tmp_path / "out", trace, *more, "--concurrency", "1") == 0
     point = load_point(next((tmp_path / "out").glob("*.json")))
     assert point.model.name == "llama-3.1-8b" and point.metrics.requests > 2
+
+
+def test_formats_are_those_of_the_chip_and_routing_is_a_choice(tmp_path: Path, trace: str) -> None:
+    speeds = {}
+    for spread in ("1", "50"):
+        out = tmp_path / spread
+        more = ["--platform", "h200", "--layout", "tp8", "--concurrency", "1", "--no-band", "--routing", spread]
+        assert simulate(out, trace, *more) == 0
+        point = load_point(next(out.glob("*.json")))
+        assert point.model.quantisation == "mxfp8" and point.flags["routing"] == spread
+        assert "--formats mxfp8" in point.command and f"--routing {spread}" in point.command
+        speeds[spread] = point.metrics.interactivity.p90 if point.metrics.interactivity else 0.0
+    assert speeds["50"] != speeds["1"], "tokens that prefer the same experts read fewer of them"
 
 
 def test_stretched_sessions_say_so(tmp_path: Path, trace: str) -> None:

@@ -91,7 +91,7 @@ def test_settings_that_cannot_be(settings: dict[str, object], complaint: str) ->
 
 
 def test_more_host_memory_than_there_is() -> None:
-    with pytest.raises(ConfigError, match="256 GB of host memory a chip, 999 GB"):
+    with pytest.raises(ConfigError, match="403 GB of host memory a chip, 999 GB"):
         engine_spec(target(host_bytes=999 * 10**9), parse_deployment("tp4"))
 
 

@@ -14,7 +14,7 @@ from longturn.simulate.published import (
     not_modelled,
     report_lines,
 )
-from longturn.simulate.published_data import groups
+from longturn.simulate.published_data import OWN_RUNS, groups
 from tests.simulate.helpers import cost
 
 
@@ -61,7 +61,10 @@ def test_nothing_is_both_fitted_and_judged() -> None:
 def test_every_group_is_predicted_or_listed_with_a_reason(points: tuple[Comparison, ...]) -> None:
     listed = not_modelled()
     assert all(entry.reason and entry.source for entry in listed)
-    assert {point.group for point in points} | {entry.group for entry in listed} == {group.name for group in groups()}
+    ours = groups("listed", path=OWN_RUNS)
+    assert {point.group for point in points} | {entry.group for entry in listed} == {
+        group.name for group in (*groups(), *ours)
+    }
 
 
 def test_the_report_shows_each_point_and_each_mean(points: tuple[Comparison, ...]) -> None:

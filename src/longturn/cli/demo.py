@@ -23,6 +23,7 @@ from longturn.errors import LongturnError
 if TYPE_CHECKING:
     from longturn.bench.replay import Replay, ReplayOptions
     from longturn.bench.session import Session
+    from longturn.bench.target import TargetModel
     from longturn.report.point import Point
     from longturn.report.schema import Run
 
@@ -127,8 +128,8 @@ def _measure(args: argparse.Namespace, plan: _Plan, session: Session, options: R
 
     try:
         with _replayed(plan.name, plan.config, session, options) as (url, model, measured):
-            done.model = model
-            done.runs.append(make_run(plan.name, plan.command, measured))
+            done.model = model.name
+            done.runs.append(make_run(plan.name, plan.command, measured, model))
             done.interrupted = measured.interrupted
             if not measured.interrupted and not args.no_agents:
                 done.interrupted = _replay_agents(args, url, plan, done.points)
@@ -145,8 +146,8 @@ def _measure(args: argparse.Namespace, plan: _Plan, session: Session, options: R
 @contextmanager
 def _replayed(
     name: str, config: EngineConfig, session: Session, options: ReplayOptions
-) -> Iterator[tuple[str, str, Replay]]:
-    """Start a server, replay the session against it, yield its URL, the model's name and what was measured, stop it."""
+) -> Iterator[tuple[str, TargetModel, Replay]]:
+    """Start a server, replay the session against it, yield its URL, its model and what was measured, stop it."""
     from longturn.cli.local_server import client_key, local_server
     from longturn.cli.replay import replay_url
     from longturn.cli.terminal import Progress

@@ -14,6 +14,7 @@ from longturn.errors import ConfigError
 if TYPE_CHECKING:
     from longturn.bench.replay import Replay, ReplayOptions, ReplayProgress
     from longturn.bench.session import Session
+    from longturn.bench.target import TargetModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
         model, measured = replay_url(args.url, args.model, args.api_key, args.timeout, sessions, options, progress)
     finally:
         progress.close()
-    outcome = make_run("measured", args.url, measured)
-    result = make_result(args.title, _command(args), model, sessions, options, [outcome])
+    outcome = make_run("measured", args.url, measured, model)
+    result = make_result(args.title, _command(args), model.name, sessions, options, [outcome])
     show_and_save(result, Path(args.out), as_json=args.json)
     if measured.interrupted:
         print(
@@ -109,8 +110,8 @@ def replay_url(
     sessions: list[Session],
     options: ReplayOptions,
     progress: ReplayProgress,
-) -> tuple[str, Replay]:
-    """Replay against the server at `url`; returns the model's name and what was measured.
+) -> tuple[TargetModel, Replay]:
+    """Replay against the server at `url`; returns what it tells of the model, and what was measured.
 
     Raises:
         TargetError: the server cannot be reached or lacks the model.
@@ -120,10 +121,11 @@ def replay_url(
     from longturn.bench.client import ChatClient
     from longturn.bench.replay import replay
 
-    async def measure() -> tuple[str, Replay]:
+    async def measure() -> tuple[TargetModel, Replay]:
         async with ChatClient(url, api_key=api_key, timeout_s=timeout_s) as client:
             name = await client.choose_model(model)
-            return name, await replay(client, name, sessions, options, progress)
+            served = (await client.served_models())[name]
+            return served, await replay(client, name, sessions, options, progress)
 
     return asyncio.run(measure())
 

@@ -14,9 +14,10 @@ import msgspec
 
 from longturn.bench.point_metrics import measure
 from longturn.bench.records import Answer, Chunk, TurnRecord
+from longturn.bench.target import UNKNOWN
 from longturn.cli.points import measured_figures
 from longturn.report.point import Engine, Measured, Model, Platform, Point, Traces, Validity
-from longturn.report.schema import Result, Run, TurnResult
+from longturn.report.schema import Result, Run, Served, TurnResult
 
 _NS_PER_MS = 1e6
 
@@ -34,19 +35,22 @@ def _point(result: Result, run: Run) -> Point:
     conditions = f"replay: sessions with {caches}, {lengths}{pauses}; compares with the same replay alone"
     reasons = (conditions,) if not run.partial else ("partial: turns are missing", conditions)
     environment = result.environment
+    # Files of earlier versions do not hold what the server told, but whether it was ours.
+    served = run.served or Served(engine="longturn" if ours else None, version=environment.longturn if ours else None)
     return Point(
         configuration=run.name if len(result.runs) > 1 else result.model,
         concurrency=result.lanes,
         created=result.created,
         command=result.command,
         source="measured",
-        engine=Engine(name="longturn" if ours else "unknown", version=environment.longturn if ours else "unknown"),
-        model=Model(name=result.model, quantisation="unknown"),
-        platform=Platform(chip=environment.cpu if ours else "unknown", chips=1),
+        engine=Engine(name=served.engine or UNKNOWN, version=served.version or UNKNOWN),
+        model=Model(name=result.model, quantisation=served.quantisation or UNKNOWN, kv_cache=served.kv_cache),
+        platform=Platform(chip=environment.cpu if ours else UNKNOWN, chips=1),
         traces=Traces(name=", ".join(result.sessions) + pauses, seed=0, preset="replay"),
         validity=Validity(valid=not run.partial, reasons=reasons),
         metrics=_metrics(run),
-        flags=dict(_settings(run.server)) if ours else {},
+        flags=({} if served.weights is None else {"model.weights": served.weights})
+        | (dict(_settings(run.server)) if ours else {}),
         client=f"longturn-bench {environment.longturn} (replay)",
         environment=environment,
     )

@@ -12,15 +12,23 @@ from longturn.bench.metrics import e2e_s, itl_s, lag_s, summarise, ttft_s
 from longturn.bench.records import TurnRecord
 from longturn.bench.replay import Replay, ReplayOptions
 from longturn.bench.session import Session
+from longturn.bench.target import TargetModel
 from longturn.cli.machine import cpu_name, memory_bytes, system_name, usable_cores
 from longturn.cli.terminal import table
 from longturn.cli.version import installed_version, longturn_version
 from longturn.report.page import count_text, percent_text, rate_text, ratio_text, seconds_text, write_page
-from longturn.report.schema import Environment, Result, Run, Totals, TurnResult, save_result, to_json
+from longturn.report.schema import Environment, Result, Run, Served, Totals, TurnResult, save_result, to_json
 
 
-def make_run(name: str, server: str, replay: Replay) -> Run:
-    """One pass as the result file has it."""
+def make_run(name: str, server: str, replay: Replay, model: TargetModel | None = None) -> Run:
+    """One pass as the result file has it.
+
+    Args:
+        name: of the run.
+        server: how the server was started, or its address.
+        replay: what was measured.
+        model: what the server told of the model, if it was asked.
+    """
     records = sorted(replay.records, key=lambda record: (record.session, record.index))
     summary = summarise([record.answer for record in records])
     totals = Totals(
@@ -44,7 +52,18 @@ def make_run(name: str, server: str, replay: Replay) -> Run:
         output_tokens_per_s=summary.output_tokens_per_s,
         lag_max_ms=_ms(summary.lag_max_s) or 0.0,
     )
-    return Run(name, server, tuple(_turn(record) for record in records), totals, replay.partial)
+    turns = tuple(_turn(record) for record in records)
+    return Run(name, server, turns, totals, replay.partial, None if model is None else _served(model))
+
+
+def _served(model: TargetModel) -> Served:
+    return Served(
+        engine=model.engine,
+        version=model.version,
+        quantisation=model.quantisation,
+        weights=model.weights,
+        kv_cache=model.kv_cache,
+    )
 
 
 def _turn(record: TurnRecord) -> TurnResult:

@@ -63,11 +63,20 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help="h200, b200, b300, gb200, gb300, vr-nvl72, or a file [gb300]",
     )
     group.add_argument(
-        "--formats", default="nvfp4", metavar="NAME", help="of weights and cache: bf16, mxfp8, nvfp4, nvfp4-kv4 [nvfp4]"
+        "--formats",
+        metavar="NAME",
+        help="of weights and cache: bf16, mxfp8, nvfp4, nvfp4-kv4 [nvfp4, or mxfp8 where a chip has no such rate]",
     )
     group.add_argument("--kernels", metavar="FAMILY", help="kernel family of the platform's calibration [its default]")
     group.add_argument(
         "--drafter", metavar="NAME:K", help="draft model and drafts a step, such as eagle3-gqa-m3:3 [none]"
+    )
+    group.add_argument(
+        "--routing",
+        type=float,
+        metavar="S",
+        help="how many times more often the most popular expert is chosen than the least; 1 is uniform [20, as in the "
+        "power law of the kernel tables]",
     )
     group.add_argument(
         "--acceptance",
@@ -139,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
 
     import json
 
-    from longturn.cli.simulate_point import points_text
+    from longturn.cli.simulate_point import points_text, reasons_text
     from longturn.cli.simulate_run import run_points
     from longturn.cli.simulate_setup import plan_simulation
     from longturn.cli.simulate_sweep import sweep_text, winners
@@ -150,7 +159,9 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_simulation(args)
     out = Path(args.out)
     check_writable(out)
-    points: list[Point] = run_points(plan, jobs=args.jobs, progress=_progress if sys.stderr.isatty() else None)
+    left_out = list(plan.left_out)
+    progress = _progress if sys.stderr.isatty() else None
+    points: list[Point] = run_points(plan, jobs=args.jobs, progress=progress, left_out=left_out)
     for point in points:
         save_point(point, out / f"simulate-{_slug(point.configuration)}-{point.concurrency:04d}.json")
     page = out / "index.html"
@@ -158,12 +169,14 @@ def run(args: argparse.Namespace) -> int:
     best = winners(points, args.at or []) if args.sweep else []
     if args.json:
         shown = [json.loads(point_to_json(point)) for point in points]
-        print(json.dumps({"points": shown, "winners": best} if args.sweep else shown))
+        print(json.dumps({"points": shown, "winners": best, "left_out": left_out} if args.sweep else shown))
     else:
         print(points_text(points), end="\n\n")
+        if reasons := reasons_text(points):
+            print(reasons, end="\n\n")
         if args.sweep:
             print(sweep_text(points, best), end="\n\n")
-        for line in plan.left_out:
+        for line in left_out:
             print(f"left out: {line}")
         print(f"results: {out}\npage:    {page.resolve().as_uri()}")
     return 0
@@ -178,6 +191,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     for value in args.at or []:
         if not 0 < value < float("inf"):
             raise ConfigError(f"--at must be more than 0, not {value}")
+    if args.at and not args.sweep:
+        raise ConfigError("--at needs --sweep: it names the best of its layouts")
     if args.events is not None and (args.jobs > 1 or args.sweep):
         raise ConfigError("--events needs one process and no --sweep: its lines are those of the points in order")
 
@@ -187,6 +202,8 @@ def check_target(args: argparse.Namespace) -> None:
     check_number("--host-memory", args.host_memory, 0)
     if not 0 < args.memory_share <= 1:
         raise ConfigError(f"--memory-share must be above 0 and at most 1, not {args.memory_share}")
+    if args.routing is not None:
+        check_number("--routing", args.routing, 1)
     if args.request_ms is not None:
         check_number("--request-ms", args.request_ms, 0)
     if args.max_context is not None:

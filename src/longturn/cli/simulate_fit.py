@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tables.add_argument("--tables", metavar="DIR", help="folder of measured kernel tables (*.parquet)")
     tables.add_argument("--platform", metavar="A,B", help="these platforms only [all with a recipe]")
     tables.add_argument("--write", action="store_true", help="write the constants into the platform files that ship")
+    bench = parser.add_argument_group("from a measured `longturn bench step`, of M3's family on a GPU")
+    bench.add_argument("--bench", nargs="+", metavar="FILE", help="what `longturn bench step --out FILE` wrote")
+    bench.add_argument("--save", metavar="FILE", help="the platform file to write; --platform says what lends the rest")
     here = parser.add_argument_group("from this machine")
     here.add_argument("--measure", metavar="FILE", help="measure steps of the engine here, and write a platform file")
     here.add_argument("--model", metavar="DIR", help="model directory or GGUF file [the embedded model]")
@@ -39,8 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_number("--repeats", args.repeats, 1)
-    if (args.tables is None) == (args.measure is None):
-        raise ConfigError("give --tables DIR for platforms that ship, or --measure FILE for this machine")
+    if [args.tables, args.bench, args.measure].count(None) != 2:
+        raise ConfigError(
+            "give one of --tables DIR for platforms that ship, --bench FILE for measured steps, and --measure FILE for "
+            "this machine"
+        )
+    if args.bench is not None:
+        return _fit_bench(args)
     return _fit_tables(args) if args.tables is not None else _fit_here(args)
 
 
@@ -58,6 +66,26 @@ def _fit_tables(args: argparse.Namespace) -> int:
         print(json.dumps({"residuals": lines, "written": args.write}))
     elif not args.write:
         print("nothing was written: --write puts these constants into the platform files")
+    return 0
+
+
+def _fit_bench(args: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+
+    from longturn.report.schema import write_whole
+    from longturn.simulate.fit.bench import bench_steps, fitted_platform
+
+    if args.save is None or args.platform is None:
+        raise ConfigError("--bench needs --platform NAME, of the card, and --save FILE")
+    steps = bench_steps([Path(name) for name in args.bench])
+    text, residual = fitted_platform(args.platform, steps, datetime.now(UTC).strftime("%Y-%m-%d"))
+    write_whole(Path(args.save), text.encode())
+    if args.json:
+        print(json.dumps({"platform": args.save, **dataclasses.asdict(residual)}))
+    else:
+        print(f"{residual.points} decode steps: {residual.rms:.1%} rms, {residual.worst:.0%} worst")
+        print(f"platform: {args.save}")
     return 0
 
 

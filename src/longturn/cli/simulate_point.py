@@ -169,6 +169,8 @@ def _flags(plan: SimulationPlan, variant: Variant) -> dict[str, str]:
         found["host_memory_gb"] = f"{target.host_bytes / 1e9:g}"
     if target.options.drafter is not None:
         found["acceptance"] = args.acceptance
+    if args.routing is not None:
+        found["routing"] = f"{args.routing:g}"
     if not target.options.locality:
         found["locality"] = "off"
     if target.options.factors:
@@ -197,7 +199,7 @@ def _speculation(plan: SimulationPlan) -> Speculation:
 
 def points_text(points: Sequence[Point]) -> str:
     """Latency, speed and volume of each point, each with the ends of its band."""
-    head = ["configuration", "trees", "requests", "failed", "hit rate", "of", "TTFT p50", "p90", "ITL p90"]
+    head = ["configuration", "trees", "requests", "failed", "hit rate", "possible", "TTFT p50", "p90", "ITL p90"]
     head += ["tok/s/user p90", "band", "tok/s/chip", "band", "busy", "valid"]
     rows = []
     for point in points:
@@ -228,6 +230,18 @@ def points_text(points: Sequence[Point]) -> str:
     return table(head, rows)
 
 
+def reasons_text(points: Sequence[Point]) -> str:
+    """Why points are not valid, each reason once; empty if all are."""
+    found: dict[str, int] = {}
+    for point in points:
+        for reason in point.validity.reasons:
+            found[reason] = found.get(reason, 0) + 1
+    return "\n".join(
+        f"not valid{'' if count == len(points) else f' ({count} of {len(points)} points)'}: {reason}"
+        for reason, count in found.items()
+    )
+
+
 def _span(ends: Sequence[float | None]) -> str:
     low, high = ends
-    return "-" if low is None or high is None else f"{low:,.0f} to {high:,.0f}"
+    return "–" if low is None or high is None else f"{low:,.0f} to {high:,.0f}"

@@ -14,7 +14,7 @@ from longturn.bench.frontier import non_dominated
 from longturn.cli.simulate_point import band_of, make_simulated_point
 from longturn.cli.simulate_setup import SimulationPlan, Variant, plan_simulation
 from longturn.report.point import Point
-from longturn.simulate.runner import Outcome, Run, simulate
+from longturn.simulate.runner import Outcome, Run, SimulationError, simulate
 
 Progress = Callable[[int, int, str], None]
 """(points done, of how many, name of the next)."""
@@ -23,23 +23,46 @@ _Task = tuple[int, int, bool]
 """Variant, session trees, with a band."""
 
 
-def run_points(plan: SimulationPlan, *, jobs: int = 1, progress: Progress | None = None) -> list[Point]:
-    """All points of a plan, in the order of its variants; a sweep gives bands to those of its frontier only.
+def run_points(
+    plan: SimulationPlan, *, jobs: int = 1, progress: Progress | None = None, left_out: list[str] | None = None
+) -> list[Point]:
+    """All points of a plan, in the order of its variants. A sweep gives bands to those of the frontier only, as whoever
+    asks for `frontier_bands`.
+
+    Args:
+        plan: see there.
+        jobs: processes.
+        progress: is told before each point, and at the end.
+        left_out: gets a line for each point whose load is too much to even begin; None to end with the first of them.
 
     Raises:
-        LongturnError: a simulation cannot go on.
+        LongturnError: a simulation cannot go on, or none can.
     """
     args = plan.args
     band = not args.no_band
+    best_only = args.sweep or getattr(args, "frontier_bands", False)
     tasks: list[_Task] = [
-        (number, lanes, band and not args.sweep) for number in range(len(plan.variants)) for lanes in plan.lanes
+        (number, lanes, band and not best_only) for number in range(len(plan.variants)) for lanes in plan.lanes
     ]
-    points = _run(plan, tasks, jobs, progress)
-    if args.sweep and band:
+    done = list(zip(tasks, _run(plan, tasks, jobs, progress), strict=True))
+    points, kept = [], []
+    for task, found in done:
+        if isinstance(found, SimulationError):
+            if left_out is None:
+                raise found
+            left_out.append(f"{plan.variants[task[0]].name}, {task[1]} trees: {found}")
+        else:
+            points.append(found)
+            kept.append(task)
+    if not points:
+        raise SimulationError(left_out[-1] if left_out else "nothing was simulated")
+    if best_only and band:
         best = frontier_indices(points)
-        again = _run(plan, [(tasks[index][0], tasks[index][1], True) for index in best], jobs, progress)
-        for index, point in zip(best, again, strict=True):
-            points[index] = point
+        again = _run(plan, [(*kept[index][:2], True) for index in best], jobs, progress)
+        for index, found in zip(best, again, strict=True):
+            if isinstance(found, SimulationError):
+                raise found
+            points[index] = found
     return points
 
 
@@ -76,13 +99,15 @@ def simulate_variant(
     return simulate(plan.spec(variant, scale=scale), run, events)
 
 
-def _run(plan: SimulationPlan, tasks: list[_Task], jobs: int, progress: Progress | None) -> list[Point]:
+def _run(
+    plan: SimulationPlan, tasks: list[_Task], jobs: int, progress: Progress | None
+) -> list[Point | SimulationError]:
     def tell(done: int) -> None:
         if progress is not None:
             name = "" if done == len(tasks) else plan.variants[tasks[done][0]].name
             progress(done, len(tasks), name)
 
-    points: list[Point] = []
+    points: list[Point | SimulationError] = []
     tell(0)
     with ExitStack() as stack:
         if jobs > 1 and len(tasks) > 1:
@@ -109,22 +134,28 @@ def _line_writer(write: Callable[[str], object]) -> Callable[[str], None]:
     return line
 
 
-def _point_elsewhere(args: argparse.Namespace, task: _Task) -> Point:
+def _point_elsewhere(args: argparse.Namespace, task: _Task) -> Point | SimulationError:
     """In a process of its own: what a plan holds does not travel, its arguments do."""
     with redirect_stderr(io.StringIO()):  # what planning says was said by the first process
         plan = plan_simulation(args)
     return _point(plan, task, None)
 
 
-def _point(plan: SimulationPlan, task: _Task, events: Callable[[str], None] | None) -> Point:
+def _point(plan: SimulationPlan, task: _Task, events: Callable[[str], None] | None) -> Point | SimulationError:
     number, lanes, with_band = task
     variant = plan.variants[number]
-    nominal = simulate_variant(plan, variant, lanes, events=events)
+    try:
+        nominal = simulate_variant(plan, variant, lanes, events=events)
+    except SimulationError as error:
+        return error
     ends: tuple[Outcome, Outcome] | None = None
     if with_band:
         band = band_of(nominal)
-        ends = (
-            simulate_variant(plan, variant, lanes, scale=1.0 + band),
-            simulate_variant(plan, variant, lanes, scale=1.0 - band),
-        )
+        try:
+            ends = (
+                simulate_variant(plan, variant, lanes, scale=1.0 + band),
+                simulate_variant(plan, variant, lanes, scale=1.0 - band),
+            )
+        except SimulationError:
+            ends = None  # slower steps cannot even begin with this load: the point has no lower end, and shows no band
     return make_simulated_point(plan, variant, lanes, nominal, ends)

@@ -19,6 +19,7 @@ from longturn.config import PAGE_TOKENS
 from longturn.errors import ConfigError
 from longturn.simulate.acceptance import Acceptance, survival_of, synthetic_survival
 from longturn.simulate.cost.options import CostOptions, Drafter
+from longturn.simulate.cost.routing import Routing
 from longturn.simulate.deployment import Deployment, Target, engine_spec, parse_deployment
 from longturn.simulate.drafts import load_drafter
 from longturn.simulate.flights import check_timings
@@ -113,10 +114,14 @@ def target_of(args: argparse.Namespace, seed: int) -> Target | StepsPlatform:
     drafter = drafter_of(args.drafter)
     options = CostOptions(
         family=args.kernels, locality=not args.no_locality, drafter=drafter,
+        routing=Routing() if args.routing is None else Routing(spread=args.routing),
         factors=getattr(args, "factors", MappingProxyType({})),
     )  # fmt: skip
+    platform = load_platform(args.platform)
+    if args.formats is None:
+        args.formats = "nvfp4" if "nvfp4_flops" in platform.spec else "mxfp8"
     return Target(
-        platform=load_platform(args.platform),
+        platform=platform,
         shape=load_shape(args.model),
         formats=formats_named(args.formats),
         options=options,
@@ -221,7 +226,7 @@ def _variants(
         if args.sweep:
             raise ConfigError(f"platform {target.name}: a platform of measured steps has one layout, nothing to sweep")
         name = args.name or f"{target.model.name} on {target.chip}"
-        return [Variant(name, parse_deployment("tp1"), settings)], []
+        return [Variant(name + step, parse_deployment("tp1"), more) for step, more in _paced(args, settings)], []
     base = args.name or f"{target.shape.name} on {target.platform.name}"
     if args.sweep:
         deployments = candidates(min(args.chips, int(target.platform.value("scale_up_chips"))))
@@ -230,10 +235,8 @@ def _variants(
     kept: list[Variant] = []
     left_out: list[str] = []
     for deployment in deployments:
-        for target_ms in _numbers("--target-itl", args.target_itl) if args.target_itl else [None]:
-            more = {} if target_ms is None else {"scheduler.target_itl_ms": target_ms}
-            step = "" if target_ms is None else f", steps of {target_ms:g} ms"
-            variant = Variant(f"{base} {deployment.name}{step}", deployment, {**settings, **more})
+        for step, more in _paced(args, settings):
+            variant = Variant(f"{base} {deployment.name}{step}", deployment, more)
             try:
                 spec_of(target, variant)
             except ConfigError as error:
@@ -244,6 +247,16 @@ def _variants(
                 continue
             kept.append(variant)
     return kept, left_out
+
+
+def _paced(args: argparse.Namespace, settings: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The settings with each --target-itl, and what it adds to a curve's name."""
+    if not args.target_itl:
+        return [("", dict(settings))]
+    return [
+        (f", steps of {target_ms:g} ms", {**settings, "scheduler.target_itl_ms": target_ms})
+        for target_ms in _numbers("--target-itl", args.target_itl)
+    ]
 
 
 def _numbers(flag: str, text: str) -> list[float]:
@@ -259,12 +272,13 @@ def _numbers(flag: str, text: str) -> list[float]:
 def command_of(args: argparse.Namespace, layout: str, lanes: int, settings: Mapping[str, Any]) -> str:
     """The command that repeats one point, without this machine's folders."""
     parts = ["longturn", "simulate", "--platform", _base(args.platform), "--model", _base(args.model)]
-    parts += ["--formats", args.formats, "--layout", layout, "--concurrency", str(lanes)]
+    parts += ["--layout", layout, "--concurrency", str(lanes)]
     parts += ["--traces", *map(_base, args.traces), "--preset", args.preset]
     for flag, value in (
-        ("--kernels", args.kernels), ("--drafter", args.drafter), ("--duration", args.duration),
-        ("--seed", args.seed), ("--max-context", args.max_context), ("--request-ms", args.request_ms),
-        ("--median-input", args.median_input), ("--median-output", args.median_output),
+        ("--formats", args.formats), ("--kernels", args.kernels), ("--drafter", args.drafter),
+        ("--duration", args.duration), ("--seed", args.seed), ("--max-context", args.max_context),
+        ("--request-ms", args.request_ms),
+        ("--median-input", args.median_input), ("--median-output", args.median_output), ("--routing", args.routing),
     ):  # fmt: skip
         parts += [flag, f"{value:.15g}" if isinstance(value, float) else str(value)] if value is not None else []
     for flag, value, usual in (

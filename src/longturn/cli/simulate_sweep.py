@@ -52,7 +52,7 @@ def sweep_text(points: list[Point], best: Sequence[dict[str, Any]]) -> str:
                 rate_text(speeds.p90 if speeds else None),
                 rate_text(point.metrics.total_tokens_per_s),
                 seconds_text(ttft.p90 if ttft else None),
-                "-" if point.band is None else f"±{point.band.relative:.0%}",
+                "–" if point.band is None else f"±{point.band.relative:.0%}",
             ]
         )
     head = ["frontier", "trees", "tok/s/user p90", "tok/s/chip", "TTFT p90", "step time"]

@@ -166,7 +166,7 @@ def _text(found: dict[str, Any]) -> str:
     for name, key, higher in _ROWS:
         before, after = found["before"][key], found["after"][key]
         better = None if not before or not after else (after / before if higher else before / after)
-        rows.append([name, _number(before), _number(after), "-" if better is None else f"{better:.3f}x"])
+        rows.append([name, _number(before), _number(after), "–" if better is None else f"{better:.3f}x"])
     lines = [f"{found['configuration']}, {found['concurrency']} session trees"]
     if found["amdahl"] is not None:
         lines.append(
@@ -177,4 +177,4 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.2f}"
+    return "–" if value is None else f"{value:,.2f}"

@@ -41,6 +41,8 @@ class Comparison:
     """Relative half-width of the prediction, from the calibration's residuals."""
     judged: bool
     """Whether the model claims this point."""
+    fitted: bool = False
+    """Whether constants were fitted to it: then it shows how well they fit, and says nothing of the model."""
 
     @property
     def error(self) -> float:
@@ -82,7 +84,7 @@ def not_modelled() -> tuple[NotModelled, ...]:
     simulated = "a session replay: needs the engine in virtual time, not the cost model alone"
     return tuple(
         NotModelled(group.name, group.source, simulated if group.kind == "agentx" else group.note)
-        for group in groups("listed", "agentx")
+        for group in (*groups("listed", "agentx"), *groups("listed", path=OWN_RUNS))
     )
 
 
@@ -97,7 +99,7 @@ def report_lines(points: Sequence[Comparison]) -> list[str]:
     lines = [f"{'point':<58} {'predicted':>11} {'published':>11} {'error':>8} {'band':>7}"]
     for name in dict.fromkeys(point.group for point in points):
         mine = [point for point in points if point.group == name]
-        shown = "" if mine[0].judged else " (not judged)"
+        shown = " (fitted to these)" if mine[0].fitted else "" if mine[0].judged else " (not judged)"
         lines.append(f"{name}{shown}: mean absolute error {mean_absolute_error(mine):.1%}")
         lines += [
             f"  {point.point:<56} {point.predicted:>11.2f} {point.published:>11.2f} {point.error:>+8.1%} "
@@ -228,5 +230,6 @@ def rubin_experts_ns(platform: Platform, group: Group, column: str, key: str) ->
 
 def _comparison(group: Group, point: str, predicted: float, published: float, unit: str, band: float) -> Comparison:
     return Comparison(
-        group.name, group.text("platform"), group.kind, point, predicted, published, unit, band, group.judged
-    )
+        group.name, group.text("platform"), group.kind, point, predicted, published, unit, band, group.judged,
+        group.values.get("use") == "fitted",
+    )  # fmt: skip

@@ -46,6 +46,13 @@ class Group:
             raise ConfigError(f"published group '{self.name}': no list of numbers '{key}'")
         return tuple(float(entry) for entry in value)
 
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Raises ConfigError if the group has no such list of texts."""
+        value = self.values.get(key)
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise ConfigError(f"published group '{self.name}': no list of texts '{key}'")
+        return tuple(value)
+
     @property
     def judged(self) -> bool:
         """Whether the model claims these points; else they are shown, and not counted."""
