@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from longturn.cli.main import main
-from longturn.report.schema import load_result
+from longturn.cli.replay_points import points_of_result
+from longturn.report.point import Engine, Model
+from longturn.report.schema import Served, load_result
 from tests.bench.fake_server import FakeServer, running
 
 
@@ -78,3 +81,37 @@ def test_ctrl_c_saves_what_was_measured(tmp_path: Path) -> None:
     result = load_result(tmp_path / "result.json")
     assert result.partial
     assert 2 <= len(result.runs[0].turns) < 12
+
+
+class Telling(FakeServer):
+    """A server that says what it is."""
+
+    async def _models(self, request: web.Request) -> web.Response:
+        told = {"version": "1.2", "quantisation": "q4_1", "weights": "packed", "kv_cache": "fp16"}
+        model = {"id": "fake-1", "object": "model", "owned_by": "longturn", "longturn": told}
+        return web.json_response({"object": "list", "data": [model]})
+
+
+def test_a_result_keeps_what_the_server_tells_of_itself(tmp_path: Path) -> None:
+    with running(Telling()) as url:
+        assert replay(url, tmp_path) == 0
+    result = load_result(tmp_path / "result.json")
+    assert result.runs[0].served == Served(
+        engine="longturn", version="1.2", quantisation="q4_1", weights="packed", kv_cache="fp16"
+    )
+    (point,) = points_of_result(result)
+    assert (point.engine, point.model) == (
+        Engine(name="longturn", version="1.2"),
+        Model(name="fake-1", quantisation="q4_1", kv_cache="fp16"),
+    )
+    assert point.flags == {"model.weights": "packed"}
+
+
+def test_results_of_before_are_read(fake_url: str, tmp_path: Path) -> None:
+    assert replay(fake_url, tmp_path) == 0
+    path = tmp_path / "result.json"
+    data = json.loads(path.read_text())
+    assert set(data["runs"][0].pop("served").values()) == {None}
+    path.write_text(json.dumps(data))
+    (point,) = points_of_result(load_result(path))
+    assert (point.engine.name, point.model.quantisation) == ("unknown", "unknown")

@@ -11,7 +11,7 @@ import pytest
 
 from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
 from longturn.engine.pacing import MIN_CHUNK_TOKENS
-from longturn.engine.records import EngineRequest, FinishReason, SamplingParams
+from longturn.engine.records import EngineRequest, EngineStats, FinishReason, SamplingParams
 from longturn.errors import ConfigError, OverloadedError, RequestError
 from tests.engine.content import Bench, Costs, make_request, random_tokens
 
@@ -358,6 +358,27 @@ def test_malformed_requests_are_refused() -> None:
     with pytest.raises(RequestError, match="'r' is in use"):
         bench.engine.add(good)
     bench.drain()
+
+
+def test_one_waiting_request_waits() -> None:
+    bench = Bench(scheduler=SchedulerConfig(max_waiting=1, max_running=1))
+    bench.add(make_request("r0", [0] * 300))
+    with pytest.raises(OverloadedError, match=r"^1 request waits already, the most that may"):
+        bench.engine.add(make_request("r1", [1] * 300))
+    bench.drain()
+
+
+def test_stats_are_given_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many counters of one type: by position, a field added in the wrong place would make metrics lie."""
+    given: list[set[str]] = []
+
+    def recorded(**counters: int) -> EngineStats:
+        given.append(set(counters))
+        return EngineStats(**counters)
+
+    monkeypatch.setattr("longturn.engine.scheduler.EngineStats", recorded)
+    Bench().engine.stats()
+    assert given[0] == {field.name for field in dataclasses.fields(EngineStats)}
 
 
 def test_too_many_waiting_are_refused_with_429() -> None:

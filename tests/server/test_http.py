@@ -32,6 +32,11 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
 
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 BAD: list[tuple[str, Any, str | None, str]] = [
     (CHAT, b"{not json", None, "not valid JSON"),
     (CHAT, b"\xff\xfe", None, "not valid JSON"),
@@ -42,6 +47,15 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"messages": []}, "messages", "at least one"),
     (CHAT, {"messages": ["hello"]}, "messages[0]", "expected `object`"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "must be a text"),
+    (
+        CHAT,
+        {"messages": [{"role": "asistant", "content": "x"}]},
+        "messages[0].role",
+        "must be system, developer, user, assistant, tool or function, not 'asistant'",
+    ),
+    ("/tokenize", {"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", "not 'bot'"),
+    (CHAT, {"messages": USER, "tools": [named("f"), named("f")]}, "tools[1].function.name", "'f', the name of another"),
+    (CHAT, {"messages": USER, "tools": [named("f g!")]}, "tools[0].function.name", "not 'f g!'"),
     (CHAT, {"messages": [*USER, {"role": "user"}]}, "messages[1].content", "must be a text"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "must be a text"),
     (

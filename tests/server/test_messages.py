@@ -337,6 +337,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "not supported"),
     ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "JSON schema"),
     ({"tools": [{"input_schema": {}}]}, "tools[0].name", "must be a text"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name", "not 'a b'"),
+    ({"tools": [{"name": "f", "input_schema": {}}] * 2}, "tools[1].name", "'f', the name of another tool"),
     ({"tool_choice": {"type": "any"}}, "tool_choice", "no tools"),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type", "'some'"),
     ({"tools": MESSAGES_TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "'f'"),

@@ -138,12 +138,19 @@ def test_tool_choice(choice: dict[str, Any], names: tuple[str, ...]) -> None:
         ([{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}], "tools[0].tools[0].name"),
         ([TOOLS[1], {"type": "function", "name": "mcp__docs__find"}], "tools[1].name"),
         ([{"name": "x"}], "tools[0].type"),
+        ([{"type": "function", "name": "a<b"}], "tools[0].name"),
+        ([{"type": "function", "name": "f"}, {"type": "function", "name": "f", "strict": True}], "tools[1].name"),
     ],
 )
 def test_malformed_tools_are_named(tools: list[Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         client_tools(tools, "refuse")
     assert caught.value.param == param and f"'{param}" in str(caught.value)
+
+
+def test_a_tool_that_an_input_repeats_is_one() -> None:
+    made = client_tools([*TOOLS, *TOOLS], "refuse")
+    assert made == client_tools(TOOLS, "refuse")
 
 
 async def test_tools_that_run_on_the_server_are_refused_or_left_out() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from longturn.errors import RequestError
 from longturn.frontend.records import ToolChoice
-from longturn.server.tool_choice import tool_choice
+from longturn.server.tool_choice import check_tools, tool_choice
 
 F = {"type": "function", "function": {"name": "f", "parameters": {}}}
 G = {"type": "function", "function": {"name": "g"}}
@@ -64,3 +64,16 @@ def test_what_is_refused(choice: Any, tools: Any, param: str, names: str) -> Non
     with pytest.raises(RequestError, match=names) as refused:
         tool_choice(choice, tools, None)
     assert refused.value.param == param and param in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["mcp__server__tool", "fs.read-file", "A" * 128, "_"])
+def test_names_that_agents_give_their_tools(name: str) -> None:
+    assert check_tools([F, {"type": "function", "function": {"name": name}}]) == {"f", name}
+
+
+@pytest.mark.parametrize("name", ["f g!", 'a">', "f\n", "ü", "A" * 129, "x/y", "f"])
+def test_names_that_no_parser_could_carry_or_tell_apart(name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_tools([F, {"type": "function", "function": {"name": name}}])
+    assert caught.value.param == "tools[1].function.name"
+    assert "\n" not in str(caught.value)

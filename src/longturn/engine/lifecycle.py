@@ -81,8 +81,9 @@ class Requests:
         if request.request_id in self._by_id:
             raise RequestError(f"request id '{request.request_id}' is in use", param="request_id")
         if self.never_admitted >= self._max_waiting:
+            waiting = "1 request waits" if self.never_admitted == 1 else f"{self.never_admitted} requests wait"
             raise OverloadedError(
-                f"{self.never_admitted} requests wait already, the most that may; try again later",
+                f"{waiting} already, the most that may; try again later",
                 code="too_many_requests",
             )
         limit = min(prompt_tokens + request.sampling.max_tokens, context_limit(self._info))

@@ -281,23 +281,27 @@ class Scheduler:
         """Gauges and counters now, with two that the loop counts."""
         requests = self.requests
         pool = requests.pool
+        slots, held, offloaded, loaded = (0, 0, 0, 0) if pool.host is None else pool.host.counts
         return EngineStats(
-            len(requests.running),
-            len(requests.waiting),
-            pool.capacity,
-            pool.used,
-            pool.cached,
-            self._steps,
-            requests.prompt_tokens,
-            requests.cached_tokens,
-            self._generated_tokens,
-            requests.preemptions,
-            pool.evictions,
-            requests.aborts,
-            leak_faults,
-            busy_ns,
-            *((0, 0, 0, 0) if pool.host is None else pool.host.counts),
-            requests.host_hit_tokens,
+            running=len(requests.running),
+            waiting=len(requests.waiting),
+            pages_total=pool.capacity,
+            pages_used=pool.used,
+            pages_cached=pool.cached,
+            steps=self._steps,
+            prompt_tokens=requests.prompt_tokens,
+            cached_tokens=requests.cached_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=requests.preemptions,
+            evictions=pool.evictions,
+            aborts=requests.aborts,
+            leak_faults=leak_faults,
+            busy_ns=busy_ns,
+            host_pages_total=slots,
+            host_pages_cached=held,
+            offloaded_pages=offloaded,
+            loaded_pages=loaded,
+            host_hit_tokens=requests.host_hit_tokens,
         )
 
     def check(self) -> None:

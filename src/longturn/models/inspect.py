@@ -18,6 +18,7 @@ from longturn.models.llama_config import llama_config
 from longturn.models.minimax_m3_cache import minimax_m3_kv
 from longturn.models.minimax_m3_config import MiniMaxM3Config, minimax_m3_config
 from longturn.models.minimax_m3_load import is_other_part
+from longturn.models.packed import is_quantised, why_not_packed
 from longturn.ops.kv_lane import FP8, NVFP4
 from longturn.source import ModelSource, resolve_source
 
@@ -79,10 +80,16 @@ def inspect_model(model: ModelConfig) -> Summary:
         gguf = GGUFCheckpoint(source)
         tensors = [(gguf.type(n).lower(), math.prod(gguf.shape(n)), gguf.raw(n).nbytes) for n in sorted(gguf.names())]
         quantisation = "GGUF"
+        packed = is_quantised(source) and why_not_packed(source) is None
     else:
         published = PublishedCheckpoint.of(source)
         tensors = [_stored(published, name) for name in sorted(published.names())]
         quantisation = published.quant.method
+        packed = False
+    # Packed weights keep their cache in fp16 unless fp32 is asked for, and take no bf16.
+    types = (
+        {"fp16": torch.float16, "fp32": torch.float32} if packed else {"fp32": torch.float32, "bf16": torch.bfloat16}
+    )
     parameters = sum(count for _, count, _ in tensors)
     return Summary(
         path=str(source.path),
@@ -98,7 +105,7 @@ def inspect_model(model: ModelConfig) -> Summary:
         formats=_sizes(tensors),
         skipped_tensors=0,
         skipped_bytes=0,
-        cache=_cache({"fp32": torch.float32, "bf16": torch.bfloat16}, lambda dtype: llama_kv(config, dtype)),
+        cache=_cache(types, lambda dtype: llama_kv(config, dtype)),
     )
 
 

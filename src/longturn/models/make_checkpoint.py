@@ -27,6 +27,7 @@ from longturn.models.small_tokenizer import special_ids, write_tokenizer
 PREFIX = "language_model."
 DRAW_ELEMENTS = 1 << 24
 """Values drawn at once, in fp32: an embedding table of this precision would take gigabytes."""
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 NORM_STD = 0.02
 BIAS_STD = 1e-3
 """Of the router's selection bias: enough to break ties, too little to favour an expert."""
@@ -286,4 +287,9 @@ def _check_space(path: Path, specs: list[_Spec], scheme: Scheme) -> None:
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     free = shutil.disk_usage(parent).free
     if needed > free:
-        raise ModelError(f"{path}: needs about {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free")
+        raise ModelError(f"{path}: needs about {_size(needed)}, and {_size(free)} are free")
+
+
+def _size(count_bytes: float) -> str:
+    unit, size = next(((unit, size) for unit, size in _UNITS if count_bytes >= size), _UNITS[-1])
+    return f"{count_bytes / size:.{1 if count_bytes < 100 * size else 0}f} {unit}"

@@ -76,6 +76,21 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lag_max_ms: float
 
 
+class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the server's list of models told of the one that was measured; None where it did not tell."""
+
+    engine: str | None = None
+    """`longturn`, `vllm` or `sglang`."""
+    version: str | None = None
+    """Of the engine."""
+    quantisation: str | None = None
+    """Weights as served: `bf16`, `q4_1` ..."""
+    weights: str | None = None
+    """How Longturn computes with them: `packed` or `fp32`."""
+    kv_cache: str | None = None
+    """Data type of the KV cache."""
+
+
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One pass over the sessions against one configuration."""
 
@@ -86,6 +101,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     totals: Totals
     partial: bool
     """Turns are missing: interrupted, or ended by errors. Not comparable with a whole run."""
+    served: Served | None = None
+    """None in files of versions that did not ask."""
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

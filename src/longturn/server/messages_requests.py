@@ -14,7 +14,7 @@ from typing import Any
 from longturn.errors import RequestError
 from longturn.frontend.grammar import GrammarSpec
 from longturn.frontend.records import ChatPrompt, ToolChoice
-from longturn.server.fields import invalid, not_supported, text_in
+from longturn.server.fields import invalid, new_tool_name, not_supported, text_in
 from longturn.server.messages_types import INVALID_INPUT, MessagesRequest
 from longturn.server.openai_requests import choices_of
 from longturn.server.refused import check_refused
@@ -105,6 +105,7 @@ def chat_prompt(request: MessagesRequest, unsupported: Unsupported = "refuse") -
 def chat_tools(tools: Sequence[Mapping[str, Any]] | None, unsupported: Unsupported) -> list[dict[str, Any]]:
     """The client's tools as the chat API has them."""
     made = []
+    names: set[str] = set()
     for number, tool in enumerate(tools or ()):
         where = f"tools[{number}]"
         if (kind := tool.get("type")) not in (None, "custom"):
@@ -115,7 +116,8 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None, unsupported: Unsupport
                 f"tools of type {kind!r} are not supported, only the client's own "
                 "(--server-unsupported-tools drop leaves such tools out)",
             )
-        function: dict[str, Any] = {"name": text_in(tool, "name", where)}
+        names.add(name := new_tool_name(tool.get("name"), f"{where}.name", names))
+        function: dict[str, Any] = {"name": name}
         if tool.get("description") is not None:
             function["description"] = tool["description"]
         schema = tool.get("input_schema")

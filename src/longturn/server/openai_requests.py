@@ -20,6 +20,7 @@ MAX_CHOICES = 128
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for text completions; chat goes on to the context's end."""
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _PATH = re.compile(r" - at (?:`key` in )?`\$?\.?([^`]*)`$")
 T = TypeVar("T")
 
@@ -251,6 +252,9 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise invalid(f"{where}.role", "must be a text")
+    if role not in _ROLES:
+        # Templates write an unknown role into the prompt as it is, or leave the message out.
+        raise invalid(f"{where}.role", f"must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}, not {role!r}")
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise invalid(f"{where}.tool_calls", "must be a list of objects")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from longturn.errors import RequestError
 from longturn.frontend.records import ToolChoice
-from longturn.server.fields import invalid
+from longturn.server.fields import invalid, new_tool_name
 from longturn.server.tool_choice import tool_choice
 
 Unsupported = Literal["refuse", "drop"]
@@ -75,17 +75,18 @@ def client_tools(tools: Sequence[Mapping[str, Any]] | None, unsupported: Unsuppo
         unsupported: what to do with tools that the client does not run itself.
 
     Raises:
-        RequestError: a tool is malformed, not supported, or has the name of another one.
+        RequestError: a tool is malformed, not supported, or has a name that no tool may have, or that of another one.
     """
     chat: list[Mapping[str, Any]] = []
     by_name: dict[str, ClientTool] = {}
     for where, tool, namespace in _flat(tools or (), unsupported):
         function, known = _function(tool, where, namespace)
-        if by_name.setdefault(function["name"], known) != known:
-            raise RequestError(
-                f"'{where}.name': there are two tools '{function['name']}'", param=f"{where}.name", code="invalid_value"
-            )
-        chat.append({"type": "function", "function": function})
+        made = {"type": "function", "function": function}
+        if by_name.get(function["name"]) == known and made in chat:
+            continue  # one tool twice, as in an input that repeats an item of tools
+        new_tool_name(function["name"], f"{where}.name", by_name)
+        by_name[function["name"]] = known
+        chat.append(made)
     return ClientTools(tuple(chat), by_name)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longturn.frontend.records import ToolChoice
-from longturn.server.fields import invalid, not_supported
+from longturn.server.fields import invalid, new_tool_name, not_supported
 
 _MODES = ("none", "auto", "required")
 
@@ -59,14 +59,15 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
     """Names of the tools.
 
     Raises:
-        RequestError: a tool is no function, or has no name.
+        RequestError: a tool is no function, or has no name that it may have, or that of another one.
     """
-    names = set()
+    names: set[str] = set()
     for number, tool in enumerate(tools):
         if tool.get("type", "function") != "function":
             raise not_supported(f"tools[{number}].type", f"only 'function' is supported, not {tool['type']!r}")
         function = tool.get("function")
-        names.add(_name(function, f"tools[{number}].function.name"))
+        name = function.get("name") if isinstance(function, Mapping) else None
+        names.add(new_tool_name(name, f"tools[{number}].function.name", names))
         assert isinstance(function, Mapping)
         if not isinstance(function.get("parameters", {}), Mapping | None):
             raise invalid(f"tools[{number}].function.parameters", "must be a JSON schema: an object")
