@@ -111,8 +111,8 @@ assert one.options["launch_cooperative_grid"], one.options
 others = [k.name for k in kernels]
 assert others.count("_attend") == 1 and "_router_shared" in others, others  # the first layer, which is dense
 assert not any(k.name == "_one_token" for k in launched("mini60", layers=1))
-keys = [next(k.key for k in launched("mini60", blocks=b) if k.name == "_one_token") for b in (2, 65, 66, 258)]
-assert keys[0] == keys[1] == one.key and len(set(keys)) == 3, keys
+keys = [next(k.key for k in launched("mini60", blocks=b) if k.name == "_one_token") for b in (2, 65, 66, 257, 258)]
+assert keys[0] == keys[1] == one.key and keys[2] == keys[3] and len(set(keys)) == 3, keys
 for other in (
     launched("mini60", rows=2),
     launched("mini60", blocks=5000),

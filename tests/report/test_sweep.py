@@ -17,6 +17,7 @@ import pytest
 from longturn.bench.frontier import frontier_of
 from longturn.report.point import Platform, Validity, point_to_json
 from longturn.report.schema import ResultError
+from longturn.report.series import group
 from longturn.report.sweep import render_sweep, write_sweep
 from tests.report.points import changed, point, server, sweep, timeline
 from tests.report.test_page import read
@@ -310,3 +311,10 @@ def test_a_page_of_one_bare_point_draws(tmp_path: Path) -> None:
     assert seen == 1
     write_sweep(sweep(), "Sweep", tmp_path / "new" / "index.html")
     assert (tmp_path / "new" / "index.html").read_text().startswith("<!doctype html>")
+
+
+def test_what_nobody_told_keeps_curves_apart_and_is_not_in_their_names() -> None:
+    told, untold = changed(sweep()[0], client="longturn-bench 0.1.0"), changed(sweep()[0], client="")
+    first, second = group([told, untold])
+    assert first.name == f"{told.configuration} · longturn-bench 0.1.0"
+    assert second.name == told.configuration
