@@ -30,6 +30,8 @@ def test_list_names_points_and_the_peers_figures(capsys: pytest.CaptureFixture[s
         (["decode:7"], "no point of mini60 starts with 'decode:7' (points: decode:1x4096,"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--step-tokens", "0"], "--step-tokens must be at least 1, not 0"),
+        (["--experts", "3"], "--experts must be 4 to 128, those that mini60 has, not 3"),
+        (["--experts", "129", "--list"], "--experts must be 4 to 128, those that mini60 has, not 129"),
     ],
 )
 def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

@@ -35,3 +35,12 @@ def test_a_cache_of_fewer_bits_takes_its_bytes_off() -> None:
     saved = 8 * 8 * (context * 128 * 1 + values * (2 - 0.5625))
     assert (plain - packed) * 1e-3 * 4.4e12 == pytest.approx(saved)
     assert decode_floor_ms(c, 8, context) == decode_floor_ms(c, 8, context, PRESETS["slice8"])
+
+
+def test_fewer_experts_to_choose_from_are_fewer_to_read() -> None:
+    """32 rows that choose among 4 experts read 4; each of 7 layers then reads 3 x 6144 x 3072 bf16 values for each."""
+    c = minimax_m3_config(preset_config(SHAPES["slice8"])["text_config"])
+    some, four = (decode_floor_ms(c, 32, 32768, experts=count) for count in (None, 4))
+    assert decode_floor_ms(c, 32, 32768, experts=128) == some
+    distinct = 128 * (1 - (124 / 128) ** 32)
+    assert (some - four) * 1e-3 * 4.4e12 == pytest.approx(7 * (distinct - 4) * 3 * 6144 * 3072 * 2)

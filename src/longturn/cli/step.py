@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-tokens", type=int, default=_STEP_TOKENS, metavar="N", help=f"token budget of one step [{_STEP_TOKENS}]"
     )
     parser.add_argument(
+        "--experts",
+        type=int,
+        metavar="N",
+        help="let tokens choose among N experts of each layer: other random weights may route to fewer [all]",
+    )
+    parser.add_argument(
         "--no-graphs", action="store_true", help="launch kernels one by one instead of replaying CUDA graphs"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON to a file as well")
@@ -58,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.preset not in PRESETS:
         raise ConfigError(f"unknown preset '{args.preset}' (known: {', '.join(PRESETS)})")
+    if args.experts is not None:
+        _check_experts(args.preset, args.experts)
     points = choose(args.preset, args.points)
     if args.list:
         _list(points, as_json=args.json)
@@ -88,6 +96,18 @@ def _check_writable(file: Path) -> None:
         raise ConfigError(f"--out: cannot write {file}: {error.strerror or error}") from error
 
 
+def _check_experts(preset: str, count: int) -> None:
+    """Raises ConfigError."""
+    from longturn.cli.steps.points import PRESETS
+    from longturn.models.make_checkpoint import PRESETS as SHAPES
+    from longturn.models.make_checkpoint import preset_config
+
+    text = preset_config(SHAPES[PRESETS[preset].shape])["text_config"]
+    least, most = text["num_experts_per_tok"], text["num_local_experts"]
+    if not least <= count <= most:
+        raise ConfigError(f"--experts must be {least} to {most}, those that {preset} has, not {count}")
+
+
 def _list(points: tuple[Point, ...], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([{"point": p.name, "unit": p.unit, "vllm_0_25_1": p.peer} for p in points]))
@@ -111,7 +131,8 @@ def _measure(
             rows.append(measured.row() | {"parts_s": parts})
     points = tuple(point for point in points if point.kind != "start")
     if points:
-        stand = Stand(args.preset, **size_of(points, args.step_tokens), graphs=not args.no_graphs)
+        size = size_of(points, args.step_tokens)
+        stand = Stand(args.preset, **size, graphs=not args.no_graphs, experts=args.experts)
         seconds = prepare(stand, points)
         show(
             f"{args.preset}: {stand.executor.info.pages} pages, {stand.cached_tokens_per_gb():,.0f} cached tokens a GB "

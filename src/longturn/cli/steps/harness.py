@@ -115,7 +115,7 @@ class Stand:
     def __init__(
         self, preset: str, *, rows: int, cached_tokens: int | None, context: int, step_tokens: int,
         graphs: bool = True, target_itl_ms: float = 0.0, serving: bool = False, host_bytes: int = 0,
-        table: PlanTable | None = None,
+        table: PlanTable | None = None, experts: int | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -129,8 +129,9 @@ class Stand:
             serving: the executor will be made ready for every shape, by `start`.
             host_bytes: host memory for pages that leave the pool.
             table: of kernel plans; none if None.
+            experts: how many of a layer tokens choose among; all if None.
         """
-        self.preset, self.form = preset, PRESETS[preset]
+        self.preset, self.form, self.experts = preset, PRESETS[preset], experts
         self.config: MiniMaxM3Config = minimax_m3_config(preset_config(SHAPES[self.form.shape])["text_config"])
         device = torch.device("cuda")
         kv_dtype = CACHE_TYPES[self.form.cache]
@@ -154,6 +155,8 @@ class Stand:
         plans = GpuPlans(table=table or PlanTable())
         self._early = EarlyWork(self.config, pages, limits, plans=plans, **formats._asdict()) if serving else None
         made = made or random_gpu_weights(self.config, device=device, **formats._asdict())
+        if experts is not None:
+            leave_experts(made, experts)
         self.model = MiniMaxM3Gpu(made, pages, plans)
         _fill(made.kv, self.model.storage)
         torch.cuda.synchronize()
@@ -194,6 +197,18 @@ class Stand:
 
     def close(self) -> None:
         self.executor.close()
+
+
+_NEVER = -1e4
+"""A bias that no router's score, which is below one, makes up for."""
+
+
+def leave_experts(made: GpuWeights, count: int) -> None:
+    """Let the routers choose among the first `count` experts of each layer."""
+    for layer in made.layers:
+        if layer.top:
+            _, _, bias, *_ = layer.feed_forward
+            bias[count:] = _NEVER
 
 
 _FILL_PAGES = 1024

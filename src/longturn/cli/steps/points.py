@@ -120,12 +120,16 @@ _VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 /
 """Scales counted."""
 
 
-def decode_floor_ms(c: MiniMaxM3Config, rows: int, context: int, preset: StepPreset | None = None) -> float:
-    """Bytes that one decode step must read, at the streaming rate: even routing, weights and cache as in `preset`."""
+def decode_floor_ms(
+    c: MiniMaxM3Config, rows: int, context: int, preset: StepPreset | None = None, experts: int | None = None
+) -> float:
+    """Bytes that one decode step must read, at the streaming rate: weights and cache as in `preset`, even routing
+    among `experts` of each layer (all if None)."""
+    choices = experts or c.experts
     form = preset or StepPreset("")
     expert_bytes = _VALUE_BYTES[form.weights]
     other_bytes = _VALUE_BYTES["bf16" if form.weights == "bf16" else "mxfp8"]
-    distinct = c.experts * (1 - (1 - c.top_experts / c.experts) ** rows)
+    distinct = choices * (1 - (1 - c.top_experts / choices) ** rows)
     moe_layers = sum(c.moe_layers)
     projected = c.q_width + 2 * c.kv_width + c.index_q_width + c.index_dim
     others = c.layers * (projected + c.q_width) * c.hidden + (c.layers - moe_layers) * 3 * c.hidden * c.dense_ffn

@@ -138,7 +138,7 @@ def _decode(stand: Stand, p: Point, repeats: int) -> Measured:
 
 def _floor(stand: Stand, p: Point) -> float:
     """What the bytes of one step need."""
-    return decode_floor_ms(stand.config, p.rows, p.context, stand.form)
+    return decode_floor_ms(stand.config, p.rows, p.context, stand.form, stand.experts)
 
 
 def _warm(stand: Stand, p: Point, repeats: int) -> Measured:
