@@ -29,6 +29,7 @@ from gpu_decode_stack import (
     rotated,
     shortened,
 )
+from gpu_kernels import compile_ahead
 from longturn.kernels.one_token import (
     OneTokenLayer,
     OneTokenPlan,
@@ -166,6 +167,8 @@ def check(contexts: tuple[int, ...] = CHECKED) -> list[str]:
     preset = shortened(PRESETS["mini60"], 4)
     model = Model.random(preset)
     lines = []
+    cache = random_cache(preset, max(contexts) // 128 + 2)
+    compile_ahead([PersistentStack(model, cache, [context]) for context in contexts])
     for context in contexts:
         stack = PersistentStack(model, random_cache(preset, context // 128 + 2), [context])
         expected, margin = reference_step(stack)

@@ -7,8 +7,7 @@ memory:
 
     project   norm, queries, keys, values and index
     scores    of whole older blocks; the new token's keys and values
-    select    which blocks, above 64 blocks of context; otherwise each program of `attend` finds its own
-    attend    half a block a program
+    attend    half a block a program, which finds out itself which one
     merge     of the parts
     out       output projection and residual
     route     norm and the router's logits; behind the barrier the shared expert's gate and up
@@ -38,7 +37,7 @@ from longturn.kernels.one_token_kernel import _one_token
 from longturn.kernels.one_token_parts import LINE_WEIGHTS, PROGRAMS, WARPS
 from longturn.kernels.pages import KvFormat
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 _SPLITS = 32
 _TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 HIDDEN, HEAD, INTER, EXPERTS, TOP_EXPERTS, TOP_BLOCKS, Q_HEADS, KV_HEADS = 2048, 128, 512, 128, 4, 16, 32, 4
@@ -117,14 +116,10 @@ def fits(layer: OneTokenLayer, shape: MsaShape) -> bool:
     )
 
 
-def _score_blocks(shape: MsaShape) -> int:
-    """Blocks that may need a score, rounded up: all but the own one.
-
-    Ranking 128 blocks in every program of `attend` needs more registers than there are: from 65 on they are selected
-    in a phase of its own, which costs a barrier.
-    """
+def score_blocks(shape: MsaShape) -> int:
+    """Blocks that may need a score, rounded up: all but the own one."""
     scored = shape.max_blocks - 1
-    return 64 if scored <= 64 else max(256, 1 << (scored - 1).bit_length())
+    return max(64, 1 << max(scored - 1, 0).bit_length())
 
 
 @dataclass(frozen=True)
@@ -184,7 +179,6 @@ class OneTokenScratch:
 
     projected: Tensor
     scores: Tensor
-    selected: Tensor
     partial: Tensor
     partial_max: Tensor
     partial_sum: Tensor
@@ -203,8 +197,7 @@ class OneTokenScratch:
 
         return OneTokenScratch(
             projected=fp32(shape.projected_width),
-            scores=fp32(KV_HEADS, _score_blocks(shape)),
-            selected=torch.empty(KV_HEADS, TOP_BLOCKS, dtype=torch.int64, device=device),
+            scores=fp32(KV_HEADS, score_blocks(shape)),
             partial=fp32(Q_HEADS, HEAD // 32, _SPLITS, 32),
             partial_max=fp32(Q_HEADS, _SPLITS),
             partial_sum=fp32(Q_HEADS, _SPLITS),
@@ -231,10 +224,10 @@ def one_token_layers(
     s, w = scratch, weights
     _one_token[(PROGRAMS,)](
         w.lines, w.keys, w.table, w.norms, w.biases, x, rows.positions, rows.page_table, rows.cos, rows.sin, w.cache,
-        s.projected, s.scores, s.selected, s.partial, s.partial_max, s.partial_sum, s.attention, s.logits, s.hidden,
+        s.projected, s.scores, s.partial, s.partial_max, s.partial_sum, s.attention, s.logits, s.hidden,
         s.counter, s.stamps, first, len(w.held) if last is None else last, shape.layout.page_stride,
-        float(scaling_factor), HEAD**-0.5 * _LOG2E, shape.eps,
+        float(scaling_factor), HEAD**-0.5 * LOG2E, shape.eps,
         Q=Q_HEADS, KV=KV_HEADS, HALF=shape.rotary_dim // 2, ROWS=shape.projected_width // PROGRAMS, TOP=TOP_BLOCKS,
-        BLOCKS=_score_blocks(shape), ALPHA=alpha, BETA=beta, LIMIT=limit, TIMED=timed, OUT_AHEAD=plan.out_ahead,
+        BLOCKS=score_blocks(shape), ALPHA=alpha, BETA=beta, LIMIT=limit, TIMED=timed, OUT_AHEAD=plan.out_ahead,
         IN_AHEAD=plan.in_ahead, **more,
     )  # fmt: skip

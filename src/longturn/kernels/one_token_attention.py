@@ -26,7 +26,7 @@ def _tokens_tile():
 
 @gluon.jit
 def write_token(
-    qkv, cache, page_at, slot, key_norm, index_key_norm, cos, sin, eps, program,
+    qkv, cache, page_at, slot, gains, turns, eps, program,
     Q: gl.constexpr, KV: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Store the token's keys, values and index key into the page whose layer begins at `page_at` (int64): each is the
@@ -37,13 +37,13 @@ def write_token(
     at = cache + page_at + ((r * 128 + slot) * 128)[:, None] + d[None, :]
     ok = (r < KV)[:, None] & (d >= 0)[None, :]
     if program == _PROGRAMS - 3:
-        k = norm_rope(qkv + Q * 128, key_norm, cos, sin, eps, 8, KV, HALF)
+        k = norm_rope(qkv + Q * 128, gains, 1, turns, 0, eps, 8, KV, HALF, 1)
         gl.store(at, k.to(gl.bfloat16), mask=ok)
     elif program == _PROGRAMS - 2:
         v = gl.load(qkv + (Q + KV) * 128 + r[:, None] * 128 + d[None, :], mask=ok, other=0.0, cache_modifier=".cg")
         gl.store(at + KV * 128 * 128, v.to(gl.bfloat16), mask=ok)
     elif program == _PROGRAMS - 1:
-        index = norm_rope(qkv + (Q + 3 * KV) * 128, index_key_norm, cos, sin, eps, 8, 1, HALF)
+        index = norm_rope(qkv + (Q + 3 * KV) * 128, gains, 3, turns, 0, eps, 8, 1, HALF, 1)
         gl.store(at + 2 * KV * 128 * 128, index.to(gl.bfloat16), mask=(r < 1)[:, None] & (d >= 0)[None, :])
 
 
@@ -55,13 +55,13 @@ def keys_tile(ring, buffer, half: gl.constexpr):
 
 @gluon.jit
 def score_blocks(
-    qkv, index_norm, cos, sin, eps, ring, bars, free: gl.constexpr, scores, program, own, turn,
+    qkv, gains, turns, eps, ring, bars, free: gl.constexpr, scores, program, own, turn,
     Q: gl.constexpr, KV: gl.constexpr, HALF: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Scores of this program's blocks below `own`, whose keys come in two buffers by turns; barrier `free` and the next
     say that one has been read. `turn`: layers done in this launch."""
     form: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[8, 1], instr_shape=[16, 8])
-    query = norm_rope(qkv + (Q + 2 * KV) * 128, index_norm, cos, sin, eps, 8, KV, HALF).to(gl.bfloat16)
+    query = norm_rope(qkv + (Q + 2 * KV) * 128, gains, 2, turns, 0, eps, 8, KV, HALF, 1).to(gl.bfloat16)
     query = gl.convert_layout(query.permute((1, 0)), gl.DotOperandLayout(1, form, 2))
     head = gl.arange(0, 8, gl.SliceLayout(0, form))
     zero = gl.full([64, 8], 0.0, gl.float32, form)
@@ -84,10 +84,10 @@ def _attend_form():
 
 
 @gluon.jit
-def queries(qkv, query_norm, cos, sin, eps, scale_log2, kv_head, Q: gl.constexpr, KV: gl.constexpr, HALF: gl.constexpr):
+def queries(qkv, gains, turns, eps, scale_log2, kv_head, Q: gl.constexpr, KV: gl.constexpr, HALF: gl.constexpr):
     """The query heads of a key/value head as an operand of `attend`."""
     GROUP: gl.constexpr = Q // KV
-    query = norm_rope(qkv + kv_head * (GROUP * 128), query_norm, cos, sin, eps, 16, GROUP, HALF) * scale_log2
+    query = norm_rope(qkv + kv_head * (GROUP * 128), gains, 0, turns, 0, eps, 16, GROUP, HALF, 1) * scale_log2
     return gl.convert_layout(query.to(gl.bfloat16), gl.DotOperandLayout(0, _attend_form(), 2))
 
 

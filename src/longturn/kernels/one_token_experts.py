@@ -75,10 +75,29 @@ def shared_in(
 
 
 @gluon.jit
+def dealt_experts():
+    """Numbers of the experts as `logits_of_all` takes their biases."""
+    return gl.arange(0, 128, gl.BlockedLayout([1], [32], [8], [0]))
+
+
+@gluon.jit
+def logits_of_all(logits, bias, sums):
+    """The 128 logits and biases in every warp, read once: lines that every warp of every program asks for keep L2
+    busy."""
+    value = gl.load(logits + dealt_experts(), cache_modifier=".cg")
+    view = sums._reinterpret(gl.float32, [2, 128], flat_shared(1))
+    view.index(0).store(value)
+    view.index(1).store(bias)
+    gl.thread_barrier()
+    return view.index(0).load(logits_form(8)), view.index(1).load(logits_form(8))
+
+
+@gluon.jit
 def choose(logits, bias, scaling):
-    """The four experts of a token by the rules of `moe_choice.top_of`, and their shares, as scalars."""
+    """The four experts of a token by the rules of `moe_choice.top_of`, and their shares, as scalars, from logits in
+    `logits_form`."""
     i = gl.arange(0, 128, logits_form(gl.num_warps()))
-    score = 1.0 / (1.0 + gl.exp(-gl.load(logits + i, cache_modifier=".cg")))
+    score = 1.0 / (1.0 + gl.exp(-logits))
     choice = score + bias
     choice = gl.where(choice == choice, choice, float("-inf"))
     bits = choice.to(gl.int32, bitcast=True)

@@ -93,7 +93,7 @@ def fetch_all(
         line = gl.load(next_row).to(gl.int32) + program * (ROWS * 32)
         shared_down = gl.load(next_row + 5).to(gl.int32) + program * 128
         wait_alone(counter, (turn * BARRIERS + BEFORE_ROUTED) * _PROGRAMS)
-        e_0, e_1, e_2, e_3, _, _, _, _ = choose(logits, bias, 1.0)
+        e_0, e_1, e_2, e_3, _, _, _, _ = choose(gl.load(logits + experts, cache_modifier=".cg"), bias, 1.0)
         _pair(lines, in_line + e_0 * (1024 * 32), ring, 0, bars.index(F_BAR))
         _pair(lines, in_line + e_1 * (1024 * 32), ring, 2, bars.index(F_BAR + 1))
         _pair(lines, in_line + e_2 * (1024 * 32), ring, 4, bars.index(F_BAR + 2))

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from longturn.kernels.one_token_attention import attend, merge, queries, score_blocks, write_token
-from longturn.kernels.one_token_choose import ranked_block, select_blocks
-from longturn.kernels.one_token_experts import choose, down, logits_form, route, routed_in, shared_in
+from longturn.kernels.one_token_choose import block_at_place, places_of_blocks
+from longturn.kernels.one_token_experts import choose, dealt_experts, down, logits_of_all, route, routed_in, shared_in
 from longturn.kernels.one_token_fetch import (
     BARS,
     FREE_DOWN,
@@ -22,7 +22,18 @@ from longturn.kernels.one_token_fetch import (
     fetch_all,
 )
 from longturn.kernels.one_token_linear import hidden_form, project, project_out
-from longturn.kernels.one_token_parts import GROUPS, PROGRAMS, arrive, cycles, flat_shared, prefetch, wait
+from longturn.kernels.one_token_parts import (
+    GROUPS,
+    PROGRAMS,
+    arrive,
+    cycles,
+    flat_shared,
+    head_gains,
+    keep_gains,
+    keep_turns,
+    prefetch,
+    wait,
+)
 
 _PROGRAMS = gl.constexpr(PROGRAMS)
 _GROUPS = gl.constexpr(GROUPS)
@@ -38,8 +49,8 @@ def _stamp(stamps, layer, at: gl.constexpr, program, TIMED: gl.constexpr):
 @gluon.jit
 def _compute_all(
     table, norms, biases, x, position, page_table, cos, sin, cache,
-    qkv, scores, selected, partial, partial_max, partial_sum, attention, logits, hidden, counter, stamps,
-    ring, xs, sums, bars, first, last, page_stride, scaling, scale_log2, eps,
+    qkv, scores, partial, partial_max, partial_sum, attention, logits, hidden, counter, stamps,
+    ring, xs, sums, gains, turns, bars, first, last, page_stride, scaling, scale_log2, eps,
     Q: gl.constexpr, KV: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, TOP: gl.constexpr,
     BLOCKS: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr,
     TIMED: gl.constexpr,
@@ -47,13 +58,14 @@ def _compute_all(
     """What the eight warps do."""
     program = gl.program_id(0)
     c = gl.arange(0, 2048, hidden_form())
-    experts = gl.arange(0, 128, logits_form(8))
+    experts = dealt_experts()
     own = gl.where(position < 0, 0, position // 128)
     new_page = gl.load(page_table + own, cache_modifier=".cg").to(gl.int64)
     own_chosen = (new_page << 32) + own
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     kv_head = program // 32
     order = program % 32 // 2
+    keep_turns(turns, cos, sin, 1)
     target = 0
     turn = 0
     for layer in range(first, last):
@@ -63,6 +75,8 @@ def _compute_all(
         router = gl.load(table + layer * 8 + 6) + program * 8192
         layer_at = gl.multiple_of(gl.load(table + layer * 8 + 7), 128)
         weight = gl.load(norm + c).to(gl.float32)
+        own_gains, partner_gains = head_gains(norm + 4096, HALF)
+        keep_gains(gains, own_gains, partner_gains)
         lane = gl.arange(0, 256, lanes)
         prefetch(following.to(gl.int64) + program * 128 + lane, (lane == 0) & (program < 72))
         # Projection.
@@ -79,34 +93,26 @@ def _compute_all(
         _stamp(stamps, layer, 2, program, TIMED)
         if position >= 0:
             write_token(
-                qkv, cache, new_page * page_stride + layer_at, position % 128, norm + 4096 + 128, norm + 4096 + 384,
-                cos, sin, eps, program, Q, KV, HALF,
+                qkv, cache, new_page * page_stride + layer_at, position % 128, gains, turns, eps, program, Q, KV,
+                HALF,
             )  # fmt: skip
         if program < own:
             score_blocks(
-                qkv, norm + 4096 + 256, cos, sin, eps, ring, bars, FREE_KEYS, scores, program, own, turn, Q, KV, HALF,
-                BLOCKS,
+                qkv, gains, turns, eps, ring, bars, FREE_KEYS, scores, program, own, turn, Q, KV, HALF, BLOCKS,
             )  # fmt: skip
         _stamp(stamps, layer, 3, program, TIMED)
         arrive(counter)
         target += _PROGRAMS
-        query = queries(qkv, norm + 4096, cos, sin, eps, scale_log2, kv_head, Q, KV, HALF)
+        query = queries(qkv, gains, turns, eps, scale_log2, kv_head, Q, KV, HALF)
         prefetch(router + lane * 128, lane < 64)
         wait(counter, target)
-        # Which blocks: the own one, and the best of the others.
-        if BLOCKS > 64:
-            select_blocks(scores, page_table, selected, own, program, xs, KV, TOP, BLOCKS)
-            _stamp(stamps, layer, 16, program, TIMED)
-            arrive(counter)
-            target += _PROGRAMS
-            wait(counter, target)
         _stamp(stamps, layer, 4, program, TIMED)
+        # Which block: the own one, or one of the best of the others.
         if order == 0:
             chosen = gl.where(position < 0, -1, own_chosen)
-        elif BLOCKS > 64:
-            chosen = gl.load(selected + kv_head * TOP + order - 1, cache_modifier=".cg")
         else:
-            chosen = ranked_block(scores, page_table, own, kv_head, order - 1, BLOCKS)
+            place, page = places_of_blocks(scores + kv_head * BLOCKS, page_table, own, xs, TOP - 1, BLOCKS)
+            chosen = block_at_place(place, page, order, BLOCKS)
         _stamp(stamps, layer, 17, program, TIMED)
         attend(
             query, cache, page_stride, layer_at, chosen, program % 2, kv_head, position, ring, partial, partial_max,
@@ -144,7 +150,8 @@ def _compute_all(
         mbarrier.arrive(bars.index(FREE_SHARED))
         wait(counter, target)
         _stamp(stamps, layer, 12, program, TIMED)
-        _, _, _, _, s_0, s_1, s_2, s_3 = choose(logits, bias, scaling)
+        value, bias = logits_of_all(logits, bias, sums)
+        _, _, _, _, s_0, s_1, s_2, s_3 = choose(value, bias, scaling)
         routed_in(ring, bars, xs, sums, hidden, program, parity, ALPHA, BETA, LIMIT)
         _stamp(stamps, layer, 13, program, TIMED)
         arrive(counter)
@@ -163,7 +170,7 @@ def _compute_all(
 @gluon.jit(do_not_specialize=["first", "last"], do_not_specialize_on_alignment=["positions", "page_table"])
 def _one_token(
     lines, keys, table, norms, biases, x, positions, page_table, cos, sin, cache,
-    qkv, scores, selected, partial, partial_max, partial_sum, attention, logits, hidden, counter, stamps,
+    qkv, scores, partial, partial_max, partial_sum, attention, logits, hidden, counter, stamps,
     first, last, page_stride, scaling, scale_log2, eps,
     Q: gl.constexpr, KV: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, TOP: gl.constexpr,
     BLOCKS: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr,
@@ -173,22 +180,24 @@ def _one_token(
     ring = gl.allocate_shared_memory(gl.bfloat16, [_GROUPS, 128, 64], tile)
     xs = gl.allocate_shared_memory(gl.bfloat16, [4, 1024], flat_shared(2))
     sums = gl.allocate_shared_memory(gl.float32, [8, 32], flat_shared(2))
+    gains = gl.allocate_shared_memory(gl.bfloat16, [8, 128], flat_shared(2))
+    turns = gl.allocate_shared_memory(gl.float32, [2, 128], flat_shared(2))
     bars = gl.allocate_shared_memory(gl.int64, [_BARS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(_BARS):
         mbarrier.init(bars.index(i), count=1)
     gl.thread_barrier()
     position = gl.load(positions, cache_modifier=".cg")
     own = gl.where(position < 0, 0, position // 128)
-    BARRIERS: gl.constexpr = 9 if BLOCKS > 64 else 8
+    BARRIERS: gl.constexpr = 8
     gl.warp_specialize(
         [
             (
                 _compute_all,
                 (
-                    table, norms, biases, x, position, page_table, cos, sin, cache, qkv, scores, selected,
-                    partial, partial_max, partial_sum, attention, logits, hidden, counter, stamps, ring, xs, sums,
-                    bars, first, last, page_stride, scaling, scale_log2, eps, Q, KV, HALF, ROWS, TOP, BLOCKS,
-                    ALPHA, BETA, LIMIT, TIMED,
+                    table, norms, biases, x, position, page_table, cos, sin, cache, qkv, scores, partial, partial_max,
+                    partial_sum, attention, logits, hidden, counter, stamps, ring, xs, sums, gains, turns, bars, first,
+                    last, page_stride, scaling, scale_log2, eps, Q, KV, HALF, ROWS, TOP, BLOCKS, ALPHA, BETA, LIMIT,
+                    TIMED,
                 ),
             ),
             (

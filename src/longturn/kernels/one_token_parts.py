@@ -218,21 +218,83 @@ def head_rows():
     return gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
 
 
+@constexpr_function
+def _gains_form():
+    return gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0])
+
+
 @gluon.jit
-def norm_rope(heads_at, norm, cos, sin, eps, R: gl.constexpr, COUNT: gl.constexpr, HALF: gl.constexpr):
+def _partner(d, HALF: gl.constexpr):
+    """The column that column d is rotated with."""
+    return gl.where(d < HALF, d + HALF, gl.where(d < 2 * HALF, d - HALF, d))
+
+
+@gluon.jit
+def head_gains(norms, HALF: gl.constexpr):
+    """Norm weights of a layer's four kinds of heads, query, key, index query and index key, from a pointer to
+    [4, 128]; and the same of each column's partner. Both bf16 [4, 128]."""
+    form: gl.constexpr = _gains_form()
+    at = norms + gl.arange(0, 4, gl.SliceLayout(1, form))[:, None] * 128
+    d = gl.arange(0, 128, gl.SliceLayout(0, form))
+    return gl.load(at + d[None, :]), gl.load(at + _partner(d, HALF)[None, :])
+
+
+@gluon.jit
+def keep_gains(gains, own, partner):
+    """Into shared memory [2, 4, 128], where `norm_rope` finds them. Read from global memory by every warp of every
+    program, such lines keep L2 busy for microseconds (and no L1 holds them over a grid barrier)."""
+    gains._reinterpret(gl.bfloat16, [2, 4, 128], flat_shared(2)).index(0).store(own)
+    gains._reinterpret(gl.bfloat16, [2, 4, 128], flat_shared(2)).index(1).store(partner)
+
+
+@gluon.jit
+def keep_turns(turns, cos, sin, R: gl.constexpr):
+    """Cosines and sines of R rows, fp32 [R, 128] each, into shared memory [2, R, 128]."""
+    form: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0])
+    at = gl.arange(0, R, gl.SliceLayout(1, form))[:, None] * 128 + gl.arange(0, 128, gl.SliceLayout(0, form))[None, :]
+    view = turns._reinterpret(gl.float32, [2, R, 128], flat_shared(2))
+    view.index(0).store(gl.load(cos + at, cache_modifier=".cg"))
+    view.index(1).store(gl.load(sin + at, cache_modifier=".cg"))
+
+
+@gluon.jit
+def norm_rope(
+    heads_at, gains, kind, turns, row, eps, R: gl.constexpr, COUNT: gl.constexpr, HALF: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
     """COUNT heads of 128 from pointer `heads_at` on, normalised and rotated, fp32 [R, 128] with zeros below them; as
-    `head_norm.norm_rope_heads`."""
+    `head_norm.norm_rope_heads`. `kind` of heads as `head_gains` lists them; `row` of ROWS, as `keep_turns` was given
+    them."""
     form: gl.constexpr = head_rows()
     r = gl.arange(0, R, gl.SliceLayout(1, form))
     d = gl.arange(0, 128, gl.SliceLayout(0, form))
-    partner = gl.where(d < HALF, d + HALF, gl.where(d < 2 * HALF, d - HALF, d))
     ok = (r < COUNT)[:, None]
     at = heads_at + r[:, None] * 128
     x = gl.load(at + d[None, :], mask=ok, other=0.0, cache_modifier=".cg")
-    y = gl.load(at + partner[None, :], mask=ok, other=0.0, cache_modifier=".cg")
-    w = gl.load(norm + d).to(gl.float32) + 1.0
-    w_partner = gl.load(norm + partner).to(gl.float32) + 1.0
+    y = gl.load(at + _partner(d, HALF)[None, :], mask=ok, other=0.0, cache_modifier=".cg")
+    return turned(x, y, gains, kind, turns, row, eps, ROWS)
+
+
+@gluon.jit
+def turned(x, y, gains, kind, turns, row, eps, ROWS: gl.constexpr):
+    """Heads x fp32 [R, 128] in `head_rows`, and y, each column's partner, normalised and rotated."""
+    lane: gl.constexpr = gl.SliceLayout(0, head_rows())
+    held = gains._reinterpret(gl.bfloat16, [8, 128], flat_shared(1))
+    w = held.index(kind).load(lane).to(gl.float32) + 1.0
+    w_partner = held.index(4 + kind).load(lane).to(gl.float32) + 1.0
+    angle = turns._reinterpret(gl.float32, [2 * ROWS, 128], flat_shared(1))
     scale = gl.rsqrt(gl.sum(x * x, axis=1) / 128 + eps)[:, None]
     x = x * scale * w[None, :]
     y = y * scale * w_partner[None, :]
-    return x * gl.load(cos + d, cache_modifier=".cg")[None, :] + y * gl.load(sin + d, cache_modifier=".cg")[None, :]
+    return x * angle.index(row).load(lane)[None, :] + y * angle.index(ROWS + row).load(lane)[None, :]
+
+
+@gluon.jit
+def fresh(pointer):
+    """The same pointer, of which the compiler knows nothing: addresses that hang on it are computed where they are
+    used. Those that it would compute before a loop over layers are more than there are registers for, and what it puts
+    into local memory comes back from L2, since a grid barrier empties L1."""
+    address = gl.inline_asm_elementwise(
+        "mov.u64 $0, $1;", "=l,l", [pointer.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
+    )
+    return gl.multiple_of(address.to(pointer.dtype), 16)

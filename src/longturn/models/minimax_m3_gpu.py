@@ -24,7 +24,6 @@ from longturn.kernels.moe_one import moe_one_token, pays_at_one_token
 from longturn.kernels.msa_decode import msa_decode
 from longturn.kernels.msa_many import MsaManyScratch, msa_many_tokens
 from longturn.kernels.msa_plan import DecodeRows, MsaScratch, MsaShape
-from longturn.kernels.one_token import MOST_BLOCKS, OneTokenScratch, one_token_layers, runs_here
 from longturn.kernels.packed_weights import PackedWeight
 from longturn.kernels.pages import KvFormat, PageLayout
 from longturn.kernels.sampling_table import SamplePlan
@@ -136,8 +135,8 @@ class MiniMaxM3Gpu:
         begin_step(tokens, positions, self._weights.embedding, self._inv_freq, x, rows.cos, rows.sin, pdl=pdl)
         normed = False  # whether the layer before left norm(x) in moe.normed
         chained = self._layers[:layers]
-        run = self._one_token if slots == 1 and max_blocks <= MOST_BLOCKS else None
-        if run is not None and not runs_here(self.device):
+        run = self._one_token
+        if run is not None and not run.serves(slots, max_blocks, self.device):
             run = None
         if run is not None:
             chained = chained[: run.first]
@@ -178,11 +177,7 @@ class MiniMaxM3Gpu:
                     next_norm=following.input_norm if normed else None, pdl=pdl,
                 )  # fmt: skip
         if run is not None and (layers is None or layers > run.first):
-            one_token_layers(
-                run.weights, x, rows, shape, OneTokenScratch.allocate(shape, self.device),
-                scaling_factor=c.routed_scale, alpha=form.alpha, beta=form.beta, limit=form.limit,
-                last=None if layers is None else layers - run.first,
-            )  # fmt: skip
+            run.decode(x, rows, shape, scaling_factor=c.routed_scale, activation=form, last=layers)
 
     # --- many tokens ------------------------------------------------------------------------------------------------
 
