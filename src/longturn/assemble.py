@@ -143,9 +143,25 @@ def build_cpu_model(config: EngineConfig) -> CpuModel:
     from longturn.executor.torch_model import TorchCpuModel
     from longturn.models.registry import CACHE_TYPES, load_model
 
+    _check_weights(config, source)
     model = load_model(source, dtype=torch.float32, kv_dtype=CACHE_TYPES[config.cache.dtype])
     pages, context = _pool(config, source, model.kv.page_bytes)
     return TorchCpuModel(model, pages=pages, max_context_tokens=context, threads=threads)
+
+
+def _check_weights(config: EngineConfig, source: ModelSource) -> None:
+    """Raises ConfigError if this machine's memory cannot hold the model's weights in fp32, beside the page pool."""
+    from longturn.executor.memory import check_weights_fit, usable_memory_bytes
+    from longturn.models.inspect import inspect_model
+    from longturn.models.packed import why_not_packed
+
+    check_weights_fit(
+        source.path,
+        [(size.format, size.parameters, size.bytes) for size in inspect_model(config.model).formats],
+        cache_bytes=config.cache.memory_bytes,
+        usable_bytes=usable_memory_bytes(),
+        packable=why_not_packed(source) is None,
+    )
 
 
 def _threads(executor: ExecutorConfig) -> int:
@@ -160,7 +176,8 @@ def _threads(executor: ExecutorConfig) -> int:
 
 
 def _cpu_offload(config: EngineConfig, model: CpuModel) -> Offload | None:
-    from longturn.executor.offload import cpu_offload, slots_of
+    from longturn.executor.cpu_offload import cpu_offload
+    from longturn.executor.offload import slots_of
 
     slots = slots_of(config.cache.host_memory_bytes, model.page_bytes, beside_bytes=model.pages * model.page_bytes)
     return cpu_offload(model.storage, slots) if slots else None

@@ -98,6 +98,8 @@ class SchedulerConfig:
     """Requests computed at once (rows of the executor)."""
     step_tokens: Annotated[int, Range(1, 1 << 20)] = 512
     """Token budget of one step: decodes and prefill chunks together. On a GPU the default becomes 4096."""
+    chunk_tokens: Annotated[int, Range(0, 1 << 20)] = 0
+    """Most tokens of one prompt in a step, however much of the budget is left; 0 is no bound."""
     decode_share: Annotated[float, Range(0, 1, open_high=True)] = 0.25
     """Share of the step budget that running decodes keep when prompts wait."""
     target_itl_ms: Duration = 150.0

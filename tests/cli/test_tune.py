@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from longturn.cli import tune
 from longturn.cli.main import main
+from longturn.executor.gpu import device
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
@@ -25,6 +29,49 @@ def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> N
 def test_numbers_are_checked_before_anything_is_measured(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", *argv]) == 2
     assert f"{argv[0]} must be at least 1" in capsys.readouterr().err
+
+
+def test_an_unknown_preset_is_told_before_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--preset", "mini"]) == 2
+    assert "unknown preset 'mini' (known: mini60, " in capsys.readouterr().err
+
+
+class Card:
+    """A GPU as far as `tune` looks at it before it measures."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "why_no_device", lambda: None)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (24 * 10**9, 0))
+
+
+def test_a_table_that_cannot_be_written_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    Card(monkeypatch)
+    file = tmp_path / "file"
+    file.touch()
+    for out, why in ((file / "plans.json", f"{file} is no directory"), (tmp_path, "Is a directory")):
+        assert main(["tune", "--out", str(out)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == f"longturn: error: cannot write plans to {out}: {why}"
+
+
+def test_too_little_memory_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    Card(monkeypatch)
+
+    def full(args: argparse.Namespace) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(tune, "_tuner", full)
+    assert main(["tune", "--out", str(tmp_path / "plans.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "too little GPU memory to tune with: 24.0 GB of NVIDIA Test were free; fewer --layers" in line
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_is_kept_only_if_the_step_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:

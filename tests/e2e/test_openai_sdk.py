@@ -176,7 +176,7 @@ BAD = [
     ({"model": MODEL, "messages": "hello"}, 400, "messages"),
     ({"model": MODEL, "messages": QUESTION, "temperature": 3}, 400, "temperature"),
     ({"model": MODEL, "messages": QUESTION, "temperature": "hot"}, 400, "temperature"),
-    ({"model": MODEL, "messages": QUESTION, "top_p": 0}, 400, "top_p"),
+    ({"model": MODEL, "messages": QUESTION, "top_p": -0.1}, 400, "top_p"),
     ({"model": MODEL, "messages": QUESTION, "max_tokens": 0}, 400, "max_tokens"),
     ({"model": MODEL, "messages": [{"role": "user", "content": "x " * 9000}]}, 400, "8192"),
     ({"model": "no-such-model", "messages": QUESTION}, 404, "no-such-model"),
@@ -194,6 +194,15 @@ def test_bad_input_is_one_clear_line_and_the_server_goes_on(
     assert names in message and "\n" not in message and "Traceback" not in message
     with urllib.request.urlopen(f"{server.url}/health", timeout=5) as response:
         assert response.status == 200
+
+
+def test_top_p_0_takes_the_likeliest_token(server: Server) -> None:
+    body = {"messages": QUESTION, "max_tokens": 12}
+    hot, greedy = (
+        post(server, "/v1/chat/completions", {**body, **sampling})["choices"][0]["message"]["content"]
+        for sampling in ({"temperature": 1.9, "top_p": 0, "seed": 5}, {"temperature": 0})
+    )
+    assert hot == greedy
 
 
 def test_the_second_request_of_a_tool_loop(server: Server) -> None:

@@ -258,6 +258,42 @@ def test_random_runs_hold_the_oracle(tiered: Make, seed: int, run_ahead: bool) -
     test_random_runs.random_run(seed, run_ahead=run_ahead, pages=[8, 14, 24][seed % 3])
 
 
+@pytest.mark.parametrize("tokens", range(1, 5))
+def test_a_plan_that_only_saves_waits_for_no_later_loads(caplog: pytest.LogCaptureFixture, tokens: int) -> None:
+    """`b` is admitted while others have nothing to compute, for pages that are on their way for `a`. Before its plan's
+    result is read, which was made before, `c` orders loads."""
+    bench = TieredBench(pages=24, host_pages=60, eager=True, load_ns=0)
+    rng = random.Random(1)
+    first, second = (random_tokens(rng, 4 * PAGE_TOKENS + 5) for _ in range(2))
+    bench.run_one(make_request("first", first, 1, stop=False))
+    bench.run_one(make_request("second", second, 1, stop=False))
+    pushed_out(bench, 23)
+    done = len(bench.executor.plans)
+    for name, prompt, count in (
+        ("other", [1, 2, 3], tokens),
+        ("a", first, 3),
+        ("b", [*first, *random_tokens(rng, 2 * PAGE_TOKENS)], 3),
+        ("c", second, 3),
+    ):
+        bench.add(make_request(name, prompt, count, stop=False))
+        bench.step()
+    bench.drain()
+    plans = bench.executor.plans[done:]
+    only_save = [bool(plan.save_pages and not plan.work and not plan.load_pages) for plan in plans]
+    assert any(only_save) == (tokens in (2, 3))
+    assert "answered" not in caplog.text
+
+
+@pytest.mark.parametrize(("seed", "fail"), [*((seed, 0.0) for seed in range(40, 52)), (52, 0.1), (53, 0.3)])
+def test_random_runs_whose_results_know_nothing_of_later_plans(
+    tiered: Make, caplog: pytest.LogCaptureFixture, seed: int, fail: float
+) -> None:
+    """The CPU's worker has often ended a step before the next one is planned."""
+    tiered(host_pages=40, eager=True, load_ns=[0, 3_000_000][seed % 2], fail_copies=fail)
+    test_random_runs.random_run(seed, run_ahead=True, pages=[8, 14][seed % 3 > 0], crowded=True)
+    assert "answered" not in caplog.text  # a mismatch ends the requests of its step, of which there may be none
+
+
 @pytest.mark.parametrize("seed", range(20, 28))
 def test_random_runs_with_copies_that_fail(tiered: Make, seed: int) -> None:
     tiered(host_pages=60, fail_copies=[0.05, 0.4][seed % 2])

@@ -43,6 +43,21 @@ def test_a_short_prompt_passes_a_long_one() -> None:
     bench.drain()
 
 
+def test_what_is_cached_of_a_prompt_does_not_count_as_its_length() -> None:
+    """Both wait behind one that takes the only row: a warm turn is short, however long its prompt."""
+    bench = Bench(pages=60, rows=1, scheduler=SchedulerConfig(step_tokens=128, max_running=1))
+    rng = random.Random(1)
+    history = random_tokens(rng, 20 * PAGE_TOKENS)
+    bench.run_one(make_request("turn", history, 1, stop=False))
+    bench.add(make_request("running", random_tokens(rng, 10), 5, stop=False))
+    bench.step()
+    bench.add(make_request("cold", random_tokens(rng, 500), 1, stop=False))
+    bench.add(make_request("warm", [*history, *random_tokens(rng, 20)], 1, stop=False))
+    found = first_token_steps(bench, {"cold", "warm"})
+    assert found["warm"] < found["cold"]
+    bench.drain()
+
+
 def test_priority_counts_among_equals() -> None:
     bench = Bench(pages=60, scheduler=SchedulerConfig(step_tokens=128))
     rng = random.Random(1)

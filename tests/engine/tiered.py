@@ -14,6 +14,7 @@ from longturn.config import PAGE_TOKENS
 from longturn.engine.kv_events import CacheListener
 from longturn.engine.loop import Engine
 from longturn.engine.records import StepPlan, StepResult
+from longturn.executor.offload import CopyReport
 from tests.engine.content import Bench, ContentExecutor, ContentHandle
 
 _LOADING = [-3] * PAGE_TOKENS
@@ -36,6 +37,9 @@ class TieredExecutor(ContentExecutor):
     load_ns: int = 3_000_000
     fail_copies: float = 0.0
     """Probability that a copy fails."""
+    eager: bool = False
+    """What a result says of copies is decided when its step is launched, as a worker of its own may, and not when it is
+    read: what a later plan orders cannot be in it."""
     seed: int = 0
     answered: list[StepResult] = field(default_factory=list)
 
@@ -96,7 +100,22 @@ class TieredExecutor(ContentExecutor):
             for work in plan.work
             for index in range(work.start // PAGE_TOKENS, (work.start + work.count - 1) // PAGE_TOKENS + 1)
         }
-        return TieredHandle(self, plan, handle.rows, handle.elapsed_ns if plan.work else 0, handle.scores)
+        made = TieredHandle(self, plan, handle.rows, handle.elapsed_ns if plan.work else 0, handle.scores)
+        if self.eager and plan.step_id not in self.fail_steps:
+            made.copies = self.copies_over(plan)
+        return made
+
+    def copies_over(self, plan: StepPlan) -> CopyReport:
+        """Copies that are over now; a plan without work waits for one."""
+        if not plan.work and self.pending:
+            self.clock.advance(max(0, self.pending[0].end_ns - self.clock.now_ns()))
+        done = [load for load in self.pending if load.end_ns <= self.clock.now_ns()]
+        self.pending = self.pending[len(done) :]
+        for load in done:
+            self.pages[load.page] = list(_LOADING) if load.content is None else load.content
+        lost_slots, self.lost_slots = tuple(self.lost_slots), []
+        loaded = tuple(load.page for load in done if load.content is not None)
+        return CopyReport(loaded, tuple(load.page for load in done if load.content is None), lost_slots)
 
     def _check_fresh(self, pages: Sequence[int], touched: set[int]) -> None:
         kept = {page: self.pages[page] for page in pages if page in self.filled}
@@ -108,23 +127,17 @@ class TieredExecutor(ContentExecutor):
 @dataclass
 class TieredHandle(ContentHandle):
     executor: TieredExecutor
+    copies: CopyReport | None = None
+    """Of an eager executor."""
 
     def result(self) -> StepResult:
         executor = self.executor
         del executor.writes[self.plan.step_id]
         result = super().result()  # a step that fails says nothing of copies
-        if not self.plan.work and executor.pending:
-            executor.clock.advance(max(0, executor.pending[0].end_ns - executor.clock.now_ns()))
-        done = [load for load in executor.pending if load.end_ns <= executor.clock.now_ns()]
-        executor.pending = executor.pending[len(done) :]
-        for load in done:
-            executor.pages[load.page] = list(_LOADING) if load.content is None else load.content
-        lost_slots, executor.lost_slots = tuple(executor.lost_slots), []
+        copies = executor.copies_over(self.plan) if self.copies is None else self.copies
         result = replace(
             result,
-            loaded_pages=tuple(load.page for load in done if load.content is not None),
-            lost_pages=tuple(load.page for load in done if load.content is None),
-            lost_slots=lost_slots,
+            **copies._asdict(),
             # Nothing is to be learned of steps from how long copies take.
             elapsed_ns=result.elapsed_ns if self.plan.work else 10**12,
         )
@@ -140,13 +153,19 @@ class TieredBench(Bench):
     copies_pages: bool = True
     load_ns: int = 3_000_000
     fail_copies: float = 0.0
+    eager: bool = False
     listener: CacheListener | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         info = replace(self.executor.info, copies_pages=self.copies_pages, host_pages=self.host_pages)
         self.executor: TieredExecutor = TieredExecutor(
-            info, self.clock, load_ns=self.load_ns, fail_copies=self.fail_copies, seed=self.pages
+            info,
+            self.clock,
+            load_ns=self.load_ns,
+            fail_copies=self.fail_copies,
+            eager=self.eager,
+            seed=self.pages,
         )
         self.engine = Engine(
             self.executor, self.scheduler, self.cache, self.clock, self.log.append, cache_listener=self.listener

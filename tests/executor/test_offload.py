@@ -12,7 +12,8 @@ import pytest
 from longturn.config import PAGE_TOKENS
 from longturn.engine.records import NewRow, RowWork, SamplingParams, StepPlan
 from longturn.errors import ConfigError
-from longturn.executor.offload import CopyReport, Offload, cpu_offload, slots_of
+from longturn.executor.cpu_offload import cpu_offload
+from longturn.executor.offload import CopyReport, Offload, slots_of
 
 PAGES, SLOTS = 14, 6
 
@@ -209,6 +210,14 @@ def test_bytes_go_out_and_come_back() -> None:
     assert run(offload, plan(2, loads=((2, 5), (0, 1)))) == CopyReport(loaded_pages=(5, 1))
     assert (pool[5] == before[2]).all() and (pool[1] == before[4]).all()
     assert not pool[[0, 2, 3, 4]].any()
+
+
+def test_the_loads_of_a_step_that_failed_come_with_the_next() -> None:
+    pool = np.ones((6, 8), np.uint8)
+    offload = cpu_offload(pool, 3)
+    run(offload, plan(1, saves=((4, 0),)))
+    offload.begin(plan(2, loads=((0, 5),)))  # and the step raises: neither `end` nor `ended`
+    assert run(offload, plan(3)) == CopyReport(loaded_pages=(5,))
 
 
 def test_a_load_from_a_slot_that_holds_nothing_is_lost() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from longturn.engine.loop import Engine
 from longturn.engine.records import EngineRequest, SamplingParams, pack_tokens
 from longturn.errors import ConfigError, ModelError
 from longturn.executor.cpu import CpuExecutor
-from longturn.executor.offload import cpu_offload
+from longturn.executor.cpu_offload import cpu_offload
 from longturn.executor.torch_model import TorchCpuModel
 from longturn.models.make_checkpoint import Preset, preset_config
 from longturn.models.minimax_m3_config import minimax_m3_config
@@ -27,6 +28,13 @@ from longturn.source import resolve_source
 KEY = b"k" * 32
 PAGES = 8
 Run = Callable[[str, list[int], int], tuple[tuple[int, ...], int]]
+
+
+@pytest.fixture(autouse=True)
+def no_step_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A step that only waits for copies has no request that its failure would end: it is logged, and tried again."""
+    yield
+    assert not [record for record in caplog.get_records("call") if record.levelno >= logging.ERROR]
 
 
 def runner(engine: Engine) -> Run:

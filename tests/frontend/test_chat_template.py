@@ -141,6 +141,17 @@ def test_embedded_template(smollm: Tokenizer) -> None:
         assert ours == transformers_render(source, messages, None, True, **special)
 
 
+def test_a_template_that_knows_no_developer_gets_a_system_message(smollm: Tokenizer) -> None:
+    """Qwen's leaves messages of unknown roles out, SmolLM2's adds its own system prompt."""
+    developer = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    system = [{**developer[0], "role": "system"}, developer[1]]
+    for templates in (ChatTemplates({"default": QWEN_LIKE}, {}), ChatTemplates.of(smollm)):
+        text = templates.render(ChatPrompt(tuple(developer)))
+        assert text == templates.render(ChatPrompt(tuple(system))) and text.startswith("<|im_start|>system\nBe brief.")
+    knows = ChatTemplates({"default": "{% for m in messages %}{{ 'developer' == m.role }}|{% endfor %}"}, {})
+    assert knows.render(ChatPrompt(tuple(developer))) == "True|False|"
+
+
 def test_tool_arguments_as_a_string_are_rendered_as_an_object() -> None:
     as_string = {**CALL, "function": {"name": "ls", "arguments": '{"path": "/tmp"}'}}
     template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"

@@ -207,6 +207,8 @@ async def test_every_extension_reaches_the_frontend(start: Start) -> None:
     assert (sampling.repetition_penalty, sampling.logit_bias, sampling.logprobs) == (1.5, ((7, -100.0),), None)
     assert request.ignore_eos and request.include_stop_text and not request.skip_special_tokens
     assert (request.session_id, request.cache_salt, request.priority) == ("session-1", "salt", 3)
+    await served.chat("a", top_p=0)  # in OpenAI's range, and asks for the likeliest token
+    assert 0 < served.service.requests[1].sampling.top_p < 1e-5
 
 
 async def test_sixteen_clients_at_once(start: Start) -> None:

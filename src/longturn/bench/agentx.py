@@ -14,18 +14,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from longturn.bench.bodies import Bodies, Prompt
-from longturn.bench.client import TargetError
 from longturn.bench.failures import Failures, too_long
 from longturn.bench.lanes import NS_PER_S, LiveTree, Send, to_ns
 from longturn.bench.presets import Rules
 from longturn.bench.prompts_ahead import PromptsAhead
-from longturn.bench.records import TurnRecord
+from longturn.bench.records import Answer, TurnRecord
 from longturn.bench.schedule import Schedule
 from longturn.bench.server_samples import ReadState, ServerHistory, ServerWatch, interval_s
 from longturn.bench.synth import RequestKey, request_of
 from longturn.bench.target import Target
 from longturn.bench.traces.tree import SessionTree
 from longturn.bench.validity import Asked, Conduct
+from longturn.bench.warm_up import WarmUp
 
 _TICK_S = 0.25
 _NEAR_NS = 1_200_000
@@ -151,12 +151,12 @@ class _Runner:
         self._conduct = Conduct()
         self._origin_ns = self._clock_ns()
         self._failures = Failures(rules.error_limit)
-        self._warmup_requests = 0
+        self._warm_up = WarmUp(schedule, rules.warmup_grace_s)
 
     async def run(self) -> Measurement:
         interrupted = False
         try:
-            await self._warm_up()
+            await self._warm_up.run(self._send_warm_up, self._progress.warming_up)
             while (making := self._prompts.make_next(0)) is not None:
                 await making
             # What is there now stays: collections need not look at it again, which would take tens of milliseconds.
@@ -179,9 +179,9 @@ class _Runner:
             planned_turns=dict(self._planned),
             start_ns=self._origin_ns,
             window_s=min(self._rules.duration_s, elapsed_s),
-            conduct=replace(self._conduct, skipped=self._schedule.skipped),
+            conduct=replace(self._conduct, skipped=self._schedule.skipped, warmup_errors=self._warm_up.errors),
             interrupted=interrupted,
-            warmup_requests=self._warmup_requests,
+            warmup_requests=self._warm_up.requests,
             server=self._server,
         )
 
@@ -192,35 +192,11 @@ class _Runner:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._prompts.close()
 
-    # --- warm-up -----------------------------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------------
 
-    async def _warm_up(self) -> None:
-        plans = self._schedule.warm_up()
-        total = sum(map(len, plans))
-        self._progress.warming_up(0, total)
-
-        async def lane(live: LiveTree, keys: Sequence[RequestKey]) -> None:
-            for key in keys:
-                prompt = await self._prompts.make(live, key)
-                answer = await self._client.send(self._body(prompt, 1), session_id=live.marker, path=self._bodies.path)
-                self._warmup_requests += 1
-                self._progress.warming_up(self._warmup_requests, total)
-                if not answer.ok and key.conversation == 0:
-                    raise TargetError(f"the warm-up of session {live.tree.id} failed: {answer.error}")
-                if not answer.ok:
-                    self._conduct = replace(self._conduct, warmup_errors=self._conduct.warmup_errors + 1)
-
-        try:
-            async with asyncio.timeout(self._rules.warmup_grace_s), asyncio.TaskGroup() as group:
-                for live, keys in zip(self._schedule.lanes, plans, strict=True):
-                    group.create_task(lane(live, keys))
-        except TimeoutError as error:
-            raise TargetError(
-                f"the warm-up took longer than {self._rules.warmup_grace_s:g} s: {self._warmup_requests} of {total} "
-                "requests were answered"
-            ) from error
-        except BaseExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
+    async def _send_warm_up(self, live: LiveTree, key: RequestKey) -> Answer:
+        prompt = await self._prompts.make(live, key)
+        return await self._client.send(self._body(prompt, 1), session_id=live.marker, path=self._bodies.path)
 
     def _body(self, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
         body = {

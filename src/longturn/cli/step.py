@@ -76,9 +76,19 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"bench step measures a GPU, and there is none to use: {reason}")
     if args.out is not None:
         _check_writable(args.out)
+    import torch
+
+    from longturn.cli.steps.memory import too_little_memory
+
     # With --json, standard output is one object and the table goes to standard error as it grows.
     table = sys.stderr if args.json else sys.stdout
-    rows = _measure(args, points, lambda line: print(line, file=table, flush=True))
+    try:
+        rows = _measure(args, points, lambda line: print(line, file=table, flush=True))
+    except torch.OutOfMemoryError as error:
+        free, device = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), torch.cuda.get_device_name()
+        raise ConfigError(
+            too_little_memory(args.preset, points, args.step_tokens, free_bytes=free, device=device)
+        ) from error
     result = {"command": sys.argv, "points": rows}
     if args.json:
         print(json.dumps(result))

@@ -7,8 +7,8 @@ import time
 from typing import TextIO
 
 REDRAW_S = 0.1
-LINE_SHARE = 0.1
-"""Share of the work between two lines where there is no terminal to redraw."""
+LINE_SHARE, LINE_S = 0.1, 2.0
+"""Share of the work, and time, between two lines where there is no terminal to redraw."""
 
 
 class TensorProgress:
@@ -31,7 +31,7 @@ class TensorProgress:
             self._shown_at = now
             self._stream.write(f"\r\x1b[2K{text}  {name}" if done < planned else f"\r\x1b[2K{text}\n")
             self._stream.flush()
-        elif done == planned or share - self._shown_share >= LINE_SHARE:
-            self._shown_share = share
+        elif done == planned or (share - self._shown_share >= LINE_SHARE and now - self._shown_at >= LINE_S):
+            self._shown_share, self._shown_at = share, now
             self._stream.write(text + "\n")
             self._stream.flush()

@@ -7,8 +7,11 @@ presets of `longturn bench step` is taken. It takes about a minute. Runs from a 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +47,10 @@ def run(args: argparse.Namespace) -> int:
     check_number("--context", args.context, 1)
     if args.layers is not None:
         check_number("--layers", args.layers, 1)
+    from longturn.cli.steps.points import PRESETS
+
+    if args.model is None and args.preset not in PRESETS:
+        raise ConfigError(f"unknown preset '{args.preset}' (known: {', '.join(PRESETS)})")
     from longturn.executor.gpu.device import why_no_device
 
     if (reason := why_no_device()) is not None:
@@ -56,18 +63,40 @@ def run(args: argparse.Namespace) -> int:
 
     device = torch.cuda.get_device_name()
     path = args.out or table_path(cache_directory(args.cache_dir), device)
-    tuner = _tuner(args)
-    table = load_table(path, device, PLANS)
+    _check_writable(path)
     show = sys.stderr if args.json else sys.stdout
     tried: list[Tried] = []
-    for sizes, many in ((args.rows, False), (args.tokens, True)):
-        table = _tune(tuner, table, sizes, many, tried, lambda line: print(line, file=show, flush=True))
+    try:
+        tuner = _tuner(args)
+        table = load_table(path, device, PLANS)
+        for sizes, many in ((args.rows, False), (args.tokens, True)):
+            table = _tune(tuner, table, sizes, many, tried, lambda line: print(line, file=show, flush=True))
+    except torch.OutOfMemoryError as error:
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        raise ConfigError(
+            f"too little GPU memory to tune with: {free / 1e9:.1f} GB of {device} were free; fewer --layers, a shorter "
+            "--context or smaller --rows and --tokens take less"
+        ) from error
     store_table(path, table)
     kept = sum(one.kept for one in tried)
     print(f"{kept} of {len(tried)} plans were better; the table of {device} is {path}", file=show)
     if args.json:
         print(json.dumps({"table": table.as_dict(), "file": str(path), "tried": [asdict(one) for one in tried]}))
     return 0
+
+
+def _check_writable(table: Path) -> None:
+    """Better refused now than after the measurement. Raises ConfigError."""
+    try:
+        table.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=table.parent):
+            pass
+        if table.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except FileExistsError as error:
+        raise ConfigError(f"cannot write plans to {table}: {table.parent} is no directory") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write plans to {table}: {error.strerror or error}") from error
 
 
 def _tuner(args: argparse.Namespace) -> Tuner:
@@ -94,8 +123,6 @@ def _tuner(args: argparse.Namespace) -> Tuner:
             raise ConfigError(f"{source.path}: {reason}")
         config, experts = minimax_m3_config(source.config), expert_format(model)
     else:
-        if args.preset not in PRESETS:
-            raise ConfigError(f"unknown preset '{args.preset}' (known: {', '.join(PRESETS)})")
         from longturn.cli.steps.harness import WEIGHTS
 
         preset = PRESETS[args.preset]

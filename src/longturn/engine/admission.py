@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable
 
 from longturn.config import PAGE_TOKENS
+from longturn.engine.pool import PagePool
 from longturn.engine.sequence import Sequence, State, pages_for
 
 _EXPECTED_WEIGHT = 0.1
@@ -133,3 +134,46 @@ class ComputingPages:
         for page_hash in sequence.hashes[first_page:end_page]:
             if owners.get(page_hash) is sequence:
                 del owners[page_hash]
+
+
+class PromptOrder:
+    """Scores of prompts, and which of them wait for pages that a running one computes."""
+
+    __slots__ = ("_ageing_ns", "_caching", "_pool", "computing")
+
+    def __init__(self, pool: PagePool, ageing_ns: int, *, caching: bool) -> None:
+        """`caching`: prompts find pages in `pool`."""
+        self._pool = pool
+        self._ageing_ns = ageing_ns
+        self._caching = caching
+        self.computing = ComputingPages()
+
+    def urgency(self, sequence: Sequence, tokens: int) -> float:
+        """Place of `sequence` among prompts if it has `tokens` left to compute."""
+        return urgency(sequence.arrived_ns, tokens, sequence.request.priority, self._ageing_ns)
+
+    def place(self, sequence: Sequence) -> None:
+        """Score a request that is about to wait, by what is cached of it now."""
+        if self._caching:
+            sequence.expected_hit = self._pool.cached_prefix(sequence.hashes, sequence.hit_limit)
+        sequence.score = self.urgency(sequence, sequence.seen - sequence.expected_hit * PAGE_TOKENS)
+
+    def must_wait_for_pages(self, sequence: Sequence) -> bool:
+        """Whether the next page that a waiting `sequence` needs is being computed by a running request.
+
+        The running request inherits the urgency, so that waiting for it is never worse than going first.
+        """
+        computing = self.computing
+        if not self._caching or len(computing) == 0:
+            return False
+        hashes = sequence.hashes
+        most = min(sequence.hit_limit, len(hashes))
+        if sequence.expected_hit >= most or computing.owner(hashes[sequence.expected_hit]) is None:
+            sequence.expected_hit = self._pool.cached_prefix(hashes, most)
+            if sequence.expected_hit >= most:
+                return False
+        owner = computing.owner(hashes[sequence.expected_hit])
+        if owner is None:
+            return False
+        owner.score = min(owner.score, sequence.score)
+        return True

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
-from longturn.engine.admission import ComputingPages, ExpectedOutput, WaitingQueue, urgency
+from longturn.engine.admission import ExpectedOutput, PromptOrder, WaitingQueue
 from longturn.engine.arrivals import NO_HITS, Arrivals, find_hits, place_hits
 from longturn.engine.branches import Branches
 from longturn.engine.kv_events import CacheEvents
@@ -38,7 +38,6 @@ class Requests:
         validate_config(scheduler, cache, info)
         self._info = info
         self._max_waiting = scheduler.max_waiting
-        self._ageing_ns = int(scheduler.ageing_ms * 1e6)
         self._events = events
         self.caching = cache.prefix_caching
         self._cache_events = cache_events
@@ -60,7 +59,7 @@ class Requests:
         self._rows = min(scheduler.max_running, info.rows)
         self._free_rows = list(range(self._rows - 1, -1, -1))
         self._by_id: dict[str, Sequence] = {}
-        self._computing = ComputingPages()
+        self.order = PromptOrder(self.pool, int(scheduler.ageing_ms * 1e6), caching=cache.prefix_caching)
         self._arriving = Arrivals()
         self._branches = Branches()
         self._blocked: tuple[int, int] | None = None
@@ -104,34 +103,9 @@ class Requests:
         self.settle(sequence, now_ns)
         return True
 
-    def urgency(self, sequence: Sequence, tokens: int) -> float:
-        """Place of `sequence` among prompts if it has `tokens` left to compute."""
-        return urgency(sequence.arrived_ns, tokens, sequence.request.priority, self._ageing_ns)
-
     def _enqueue(self, sequence: Sequence) -> None:
-        if self.caching:
-            sequence.expected_hit = self.pool.cached_prefix(sequence.hashes, sequence.hit_limit)
-        sequence.score = self.urgency(sequence, sequence.seen - sequence.expected_hit * PAGE_TOKENS)
+        self.order.place(sequence)
         self.waiting.push(sequence)
-
-    def must_wait_for_pages(self, sequence: Sequence) -> bool:
-        """Whether the next page that a waiting `sequence` needs is being computed by a running request.
-
-        The running request inherits the urgency, so that waiting for it is never worse than going first.
-        """
-        if not self.caching or len(self._computing) == 0:
-            return False
-        hashes = sequence.hashes
-        most = min(sequence.hit_limit, len(hashes))
-        if sequence.expected_hit >= most or self._computing.owner(hashes[sequence.expected_hit]) is None:
-            sequence.expected_hit = self.pool.cached_prefix(hashes, most)
-            if sequence.expected_hit >= most:
-                return False
-        owner = self._computing.owner(hashes[sequence.expected_hit])
-        if owner is None:
-            return False
-        owner.score = min(owner.score, sequence.score)
-        return True
 
     def may_admit(self) -> bool:
         """Whether trying to admit the first waiting request could succeed: something has changed since the last try."""
@@ -182,7 +156,7 @@ class Requests:
             self.copied_pages.append((hits.last.id, rest[0].id))
         self.running.append(sequence)
         if self.caching:
-            self._computing.add(sequence, len(filled))
+            self.order.computing.add(sequence, len(filled))
         if pool.host is not None and pool.host.loading:
             self._arriving.expect(sequence, pool.host.loading)
         return True
@@ -241,7 +215,7 @@ class Requests:
         """Pages of `sequence` are complete: make them findable."""
         first = sequence.register_at // PAGE_TOKENS - 1
         sequence.register_pages(self.pool)
-        self._computing.remove(sequence, first, sequence.computed // PAGE_TOKENS)
+        self.order.computing.remove(sequence, first, sequence.computed // PAGE_TOKENS)
         if self._cache_events is not None:
             tell_stored(self._cache_events, sequence, first)
 
@@ -297,7 +271,7 @@ class Requests:
             return
         returns = sequence.state is State.PREEMPTED
         self.draining.remove(sequence)
-        self._computing.remove(sequence, 0, len(sequence.hashes))
+        self.order.computing.remove(sequence, 0, len(sequence.hashes))
         self._free_rows.append(sequence.row)
         if sequence.announced:
             self.freed_rows.append(sequence.row)
@@ -342,5 +316,5 @@ class Requests:
         if any(s.state < State.PREEMPTED or not (s.in_flight or s.arriving) for s in self.draining):
             raise RuntimeError("a request drains though nothing refers to it")
         self._arriving.check(holders, () if self.pool.host is None else self.pool.host.loading)
-        if not holders and len(self._computing):
-            raise RuntimeError(f"{len(self._computing)} pages are said to be computed by nobody")
+        if not holders and len(self.order.computing):
+            raise RuntimeError(f"{len(self.order.computing)} pages are said to be computed by nobody")

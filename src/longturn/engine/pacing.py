@@ -165,11 +165,18 @@ def attention_pairs(start: int, count: int) -> float:
 class Allowance:
     """What one step may still take of prefill: tokens (a hard bound) and time (a minimum chunk may exceed it)."""
 
-    __slots__ = ("_model", "_ns", "pairs", "spent_tokens", "tokens")
+    __slots__ = ("_model", "_most", "_ns", "pairs", "spent_tokens", "tokens")
 
-    def __init__(self, model: StepTimeModel, tokens: int, budget_ns: float | None) -> None:
-        """`budget_ns`: beyond the decode part; None: no latency to keep."""
+    def __init__(self, model: StepTimeModel, tokens: int, budget_ns: float | None, most: int = 0) -> None:
+        """
+        Args:
+            model: predicts what chunks take.
+            tokens: of all chunks together.
+            budget_ns: beyond the decode part; None: no latency to keep.
+            most: tokens of one chunk; 0 is no bound.
+        """
         self._model = model
+        self._most = most or tokens
         self._ns: float | None = None
         """For tokens; the fixed part is off already."""
         if budget_ns is not None:
@@ -195,7 +202,7 @@ class Allowance:
         A chunk that is not the prompt's last ends on a multiple of `align` if it is long enough, so that pages
         complete (and can be shared) early.
         """
-        count = min(need, self.tokens)
+        count = min(need, self.tokens, self._most)
         if self._ns is not None:
             sized = max(self._model.chunk_tokens(start, self._ns), MIN_CHUNK_TOKENS)
             count = min(count, 2 * sized if self.spent_tokens == 0 and self._model.untold(sized) else sized)

@@ -38,7 +38,7 @@ def schedule_prompts(requests: Requests, allowance: Allowance, prefills: list[Se
     """
     for sequence in prefills:
         # The minimum keeps an urgency that was inherited from a request waiting for this one's pages.
-        sequence.score = min(sequence.score, requests.urgency(sequence, sequence.known - sequence.scheduled))
+        sequence.score = min(sequence.score, requests.order.urgency(sequence, sequence.known - sequence.scheduled))
     prefills.sort(key=lambda s: (s.score, s.number), reverse=True)
     deferred: list[Sequence] = []
     blocked = not requests.may_admit()
@@ -49,7 +49,7 @@ def schedule_prompts(requests: Requests, allowance: Allowance, prefills: list[Se
             sequence = prefills.pop()
         elif waiting is None:
             break
-        elif requests.must_wait_for_pages(waiting):
+        elif requests.order.must_wait_for_pages(waiting):
             deferred.append(requests.waiting.pop())
             continue
         else:

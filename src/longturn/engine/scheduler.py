@@ -49,6 +49,9 @@ class _Launched(NamedTuple):
     decodes: int
     prefill_tokens: int
     prefill_pairs: float
+    awaited: tuple[tuple[int, bytes], ...] = ()
+    """Of a plan without work: pages on their way with what they will hold. Its result is to report one of them, unless
+    an earlier one has."""
 
 
 class Scheduler:
@@ -74,6 +77,7 @@ class Scheduler:
         self.step_time = StepTimeModel()
         self._events = events
         self._step_tokens = scheduler.step_tokens
+        self._chunk_tokens = scheduler.chunk_tokens
         self._target_ns = scheduler.target_itl_ms * 1e6
         self._decode_tokens = max(1, math.ceil(scheduler.decode_share * scheduler.step_tokens))
         """Decode rows that prompts cannot push out of a step."""
@@ -172,6 +176,8 @@ class Scheduler:
             elif not host.orders and (self._launched or not host.loading):
                 return None
             saves, loads = host.take_orders()
+            if not work:
+                launched = launched._replace(awaited=tuple(host.loading.items()))
         elif not work:
             return None
         freed, copied = tuple(requests.freed_rows), tuple(requests.copied_pages)
@@ -190,10 +196,10 @@ class Scheduler:
     def _allowance(self, decodes: int) -> Allowance:
         """What prompts may take of a step that has `decodes` decode rows."""
         if decodes == 0:
-            return Allowance(self.step_time, self._step_tokens, None)
+            return Allowance(self.step_time, self._step_tokens, None, self._chunk_tokens)
         tokens = min(self._step_tokens - decodes, max(self._step_tokens - self._decode_tokens, 1))
         budget_ns = self._target_ns - self.step_time.decode_ns if self._target_ns > 0 else None
-        return Allowance(self.step_time, tokens, budget_ns)
+        return Allowance(self.step_time, tokens, budget_ns, self._chunk_tokens)
 
     # --- results ----------------------------------------------------------------------------------------------------
 
@@ -205,7 +211,8 @@ class Scheduler:
         """
         requests = self.requests
         host = requests.pool.host
-        waited = not plan.work and host is not None and len(host.loading) > 0
+        loading = {} if host is None else host.loading  # of later plans too, of which this result may know nothing
+        waited = any(loading.get(page) == content for page, content in self._launched[plan.step_id].awaited)
         ended = len(result.loaded_pages) + len(result.lost_pages)
         # Before anything can be wrong with the rest: what a result says of copies is said once.
         if (ended or result.lost_slots) and not requests.copies_ended(result, now_ns):

@@ -160,7 +160,10 @@ class CpuExecutor:
             self._offload.begin(plan)
         self._rows.apply(plan)
         results, scores = self._results(plan) if plan.work else ([], [])
-        copies = CopyReport() if self._offload is None else self._offload.ended(plan)
+        copies = CopyReport()
+        if self._offload is not None:
+            self._offload.end()
+            copies = self._offload.ended(plan)
         elapsed_ns = time.perf_counter_ns() - begin_ns if plan.work else 0
         return StepResult(plan.step_id, tuple(results), elapsed_ns, *copies, scores=tuple(scores))
 

@@ -1,11 +1,10 @@
 """Copies between an executor's page pool and host memory, beside its steps.
 
-Copies run in two lanes of their own, one to the host and one back, and steps in a third. A lane does what it is given
-in order; between lanes, whoever touches a page or slot first waits for the copies that touch it. So a step waits only
-for copies of pages that it writes: what it reads, the engine has been told is loaded.
+Copies run in two lanes of their own (`executor.copy_lanes`), one to the host and one back, and steps in a third. A step
+waits only for copies of pages that it writes: what it reads, the engine has been told is loaded.
 
-On a GPU lanes are streams (`executor.gpu.offload`); on a CPU there is one thread, and lanes that copy at once. How a
-plan's copies are meant is said at `engine.records.StepPlan.save_pages` and `load_pages`.
+On a GPU lanes are streams (`executor.gpu.offload`), on a CPU they copy at once (`executor.cpu_offload`). How a plan's
+copies are meant is said at `engine.records.StepPlan.save_pages` and `load_pages`.
 """
 
 from __future__ import annotations
@@ -13,49 +12,15 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, NamedTuple
 
 from longturn.config import PAGE_TOKENS
 from longturn.engine.records import StepPlan
 from longturn.errors import ConfigError
+from longturn.executor.copy_lanes import CopiesUnderWay, Group, Lane
 from longturn.executor.memory import usable_memory_bytes
 
 _log = logging.getLogger(__name__)
-
-_CPU_BURST_BYTES = 32 << 20
-"""Loaded after one step on a CPU: some milliseconds of a processor that others wait for."""
-
-
-class Mark(Protocol):
-    """A point in a lane."""
-
-    def done(self) -> bool:
-        """Whether the lane has got there."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for it on the host."""
-        ...
-
-
-class Lane(Protocol):
-    """Does what it is given, in order, and returns at once."""
-
-    def copy(self, target: Any, source: Any) -> None:
-        """Copy the bytes of a page to a slot, or back."""
-        ...
-
-    def mark(self) -> Mark:
-        """The point after all that was given so far."""
-        ...
-
-    def wait(self, mark: Mark) -> None:
-        """What is given from now on waits for this point of another lane."""
-        ...
 
 
 class CopyReport(NamedTuple):
@@ -64,17 +29,6 @@ class CopyReport(NamedTuple):
     loaded_pages: tuple[int, ...] = ()
     lost_pages: tuple[int, ...] = ()
     lost_slots: tuple[int, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """Successive copies in one lane with one mark after them."""
-
-    lane: Lane
-    pages: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    mark: Mark | None = None
-    """None while it grows."""
 
 
 class Offload:
@@ -110,19 +64,15 @@ class Offload:
         self.host_pages = host_pages
         self._steps, self._saves, self._loads = steps, saves, loads
         self._burst_pages = burst_pages
-        self._group_pages = group_pages
+        self._copies = CopiesUnderWay((steps, saves, loads), group_pages)
         self._queue: deque[tuple[int, int]] = deque()
         """(slot, page): loads that their lane has not been given."""
         self._queued: Counter[int] = Counter()
         """Slots of those."""
         self._ordered: tuple[tuple[int, int], ...] = ()
         """The last plan's loads, until its page copies are in their lane."""
-        self._groups: dict[int, deque[_Group]] = {id(lane): deque() for lane in (steps, saves, loads)}
-        """Of each lane, those that are not known to be over, in order."""
         self._loading = 0
         """Loads in their lane."""
-        self._on_page: dict[int, list[_Group]] = {}
-        self._on_slot: dict[int, list[_Group]] = {}
         self._filled: set[int] = set()
         """Slots that hold something, or will."""
         self._tables: dict[int, list[int]] = {}
@@ -146,16 +96,26 @@ class Offload:
             self._tables[new.row] = list(new.pages)
         for row, pages in plan.new_pages:
             self._tables.setdefault(row, []).extend(pages)
-        if self._on_page:
-            self._wait_for(self._steps, self._on_page, self._written(plan))
+        if self._copies.any_of_pages():
+            self._copies.wait_for_pages(self._steps, self._written(plan))
+
+    def _written(self, plan: StepPlan) -> set[int]:
+        """Pages that the plan's step writes, and those of new rows, to be sure of what they read."""
+        pages = {target for _, target in plan.copied_pages}
+        new = {row.row for row in plan.new_rows}
+        for work in plan.work:
+            table = self._tables.get(work.row, [])
+            first = 0 if work.row in new else work.start // PAGE_TOKENS
+            pages.update(table[first : (work.start + work.count - 1) // PAGE_TOKENS + 1])
+        return pages
 
     def copied(self, plan: StepPlan) -> None:
         """The plan's page copies are in the lane of steps: who overwrites their sources waits for them."""
         if plan.copied_pages:
-            group = _Group(self._steps)
+            group = Group(self._steps)
             for source, _ in plan.copied_pages:
-                group = self._note(group, source, None)
-            self._close(group)
+                group = self._copies.note(group, source, None)
+            self._copies.close(group)
 
     def end(self) -> None:
         """Give loads to their lane, as many as may be on their way."""
@@ -194,57 +154,50 @@ class Offload:
         self._settle()
         while not (self._loaded or self._lost_pages):
             self._give()
-            groups = self._groups[id(self._loads)]
-            if not groups:
-                if not self._queue:
-                    return
-                continue  # all that were given failed at once
-            mark = groups[0].mark
-            assert mark is not None, "a group grows only inside a call"
-            mark.wait()
-            self._settle()
+            if self._copies.wait_for_first(self._loads):
+                self._settle()
+            elif not self._queue:
+                return  # else all that were given failed at once
 
     def close(self) -> None:
         """Wait for every copy that a lane was given; the rest is dropped."""
         self._queue.clear()
         self._queued.clear()
         self._ordered = ()
-        for groups in self._groups.values():
-            if groups and (mark := groups[-1].mark) is not None:
-                mark.wait()
+        self._copies.wait_for_all()
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
     def _save(self, pairs: Iterable[tuple[int, int]]) -> None:
-        lane, group = self._saves, _Group(self._saves)
+        lane, group = self._saves, Group(self._saves)
         for page, slot in pairs:
             while self._queued[slot]:
                 self._load(1)  # what the slot held is wanted on the device, and the load has not even begun
-            self._wait_for(lane, self._on_slot, (slot,))
-            self._wait_for(lane, self._on_page, (page,))
+            self._copies.wait_for_slots(lane, (slot,))
+            self._copies.wait_for_pages(lane, (page,))
             self._filled.discard(slot)
             if self._copy(lane, "save", page, slot):
                 self._filled.add(slot)
-                group = self._note(group, page, slot)
+                group = self._copies.note(group, page, slot)
             else:
                 self._lost_slots.append(slot)
-        self._close(group)
+        self._copies.close(group)
 
     def _load(self, count: int) -> None:
-        lane, group = self._loads, _Group(self._loads)
+        lane, group = self._loads, Group(self._loads)
         for _ in range(count):
             slot, page = self._queue.popleft()
             self._queued[slot] -= 1
             if not self._queued[slot]:
                 del self._queued[slot]
-            self._wait_for(lane, self._on_slot, (slot,))
-            self._wait_for(lane, self._on_page, (page,))
+            self._copies.wait_for_slots(lane, (slot,))
+            self._copies.wait_for_pages(lane, (page,))
             if slot in self._filled and self._copy(lane, "load", page, slot):
                 self._loading += 1
-                group = self._note(group, page, slot)
+                group = self._copies.note(group, page, slot)
             else:
                 self._lost_pages.append(page)
-        self._close(group)
+        self._copies.close(group)
 
     def _copy(self, lane: Lane, kind: str, page: int, slot: int) -> bool:
         """Whether it could be given to the lane."""
@@ -259,65 +212,12 @@ class Offload:
             return False
         return True
 
-    # --- who waits for whom -----------------------------------------------------------------------------------------
-
-    def _written(self, plan: StepPlan) -> set[int]:
-        """Pages that the plan's step writes, and those of new rows, to be sure of what they read."""
-        pages = {target for _, target in plan.copied_pages}
-        new = {row.row for row in plan.new_rows}
-        for work in plan.work:
-            table = self._tables.get(work.row, [])
-            first = 0 if work.row in new else work.start // PAGE_TOKENS
-            pages.update(table[first : (work.start + work.count - 1) // PAGE_TOKENS + 1])
-        return pages
-
-    def _wait_for(self, lane: Lane, busy: dict[int, list[_Group]], keys: Iterable[int]) -> None:
-        """Make `lane` wait for copies in other lanes that touch these pages or slots."""
-        groups = {id(group): group for key in keys for group in busy.get(key, ()) if group.lane is not lane}
-        for group in groups.values():
-            if group.mark is None:
-                self._close(group)
-            assert group.mark is not None
-            if not group.mark.done():
-                lane.wait(group.mark)
-
-    def _note(self, group: _Group, page: int, slot: int | None) -> _Group:
-        """Add a copy to its group; the group for the next one."""
-        if group.mark is not None:
-            group = _Group(group.lane)  # closed because another lane had to wait for it
-        group.pages.append(page)
-        self._on_page.setdefault(page, []).append(group)
-        if slot is not None:
-            group.slots.append(slot)
-            self._on_slot.setdefault(slot, []).append(group)
-        if len(group.pages) >= self._group_pages:
-            self._close(group)
-            group = _Group(group.lane)
-        return group
-
-    def _close(self, group: _Group) -> None:
-        if group.pages and group.mark is None:
-            group.mark = group.lane.mark()
-            self._groups[id(group.lane)].append(group)
-
     def _settle(self) -> None:
-        """Take note of groups that are over."""
-        for groups in self._groups.values():
-            while groups and (mark := groups[0].mark) is not None and mark.done():
-                group = groups.popleft()
-                _drop(self._on_page, group.pages, group)
-                _drop(self._on_slot, group.slots, group)
-                if group.lane is self._loads:
-                    self._loading -= len(group.pages)
-                    self._loaded.extend(group.pages)
-
-
-def _drop(busy: dict[int, list[_Group]], keys: Iterable[int], group: _Group) -> None:
-    for key in keys:
-        groups = busy[key]
-        groups.remove(group)
-        if not groups:
-            del busy[key]
+        """Take note of copies that are over."""
+        for group in self._copies.over():
+            if group.lane is self._loads:
+                self._loading -= len(group.pages)
+                self._loaded.extend(group.pages)
 
 
 def slots_of(host_memory_bytes: int, page_bytes: int, *, beside_bytes: int = 0) -> int:
@@ -341,41 +241,3 @@ def slots_of(host_memory_bytes: int, page_bytes: int, *, beside_bytes: int = 0) 
             f"{beside_bytes} of them for other things"
         )
     return slots
-
-
-class _Now:
-    """The mark of a lane that does everything at once."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """It is there already."""
-
-
-class ImmediateLane:
-    """Copies numpy arrays before it returns."""
-
-    _mark = _Now()
-
-    def copy(self, target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
-        target[...] = source
-
-    def mark(self) -> Mark:
-        return self._mark
-
-    def wait(self, mark: Mark) -> None:
-        """Every mark is reached."""
-
-
-def cpu_offload(pool: npt.NDArray[np.uint8], slots: int) -> Offload:
-    """A host tier for a pool that is itself in host memory: right, and useful to test with.
-
-    Args:
-        pool: [pages, page_bytes], the pool's own memory.
-        slots: pages that the tier holds; memory is taken as they are written.
-    """
-    host = np.empty((slots, pool.shape[1]), np.uint8)
-    burst = max(1, _CPU_BURST_BYTES // pool.shape[1])
-    steps, saves, loads = ImmediateLane(), ImmediateLane(), ImmediateLane()
-    return Offload(pool, host, slots, steps=steps, saves=saves, loads=loads, burst_pages=burst)

@@ -30,6 +30,9 @@ from longturn.frontend.tool_prompt import CallSyntax, with_system_tools, with_wr
 
 _TOOL_TEMPLATE = "tool_use"
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_DEVELOPER = "developer"
+"""OpenAI's newer word for the system's role. Templates that don't know it write it as it is, or leave the message out
+(Qwen3's), so that instructions are lost."""
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 _THINKING = "enable_thinking"
 _THINKING_NAMES: Mapping[str, tuple[Any, Any]] = {"thinking": (True, False), "thinking_mode": ("enabled", "disabled")}
@@ -98,6 +101,8 @@ class ChatTemplates:
                 param="chat_template_kwargs",
             )
         messages = [_message(message) for message in prompt.messages]
+        if _DEVELOPER not in self.text:
+            messages = [m | {"role": "system"} if m.get("role") == _DEVELOPER else m for m in messages]
         if syntax is not None and not self.shows_calls:
             messages = with_written_calls(messages, syntax, _tojson)
         if syntax is not None and prompt.tools and not self.shows_tools:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from longturn.config import PAGE_TOKENS
@@ -13,15 +12,8 @@ from longturn.engine.hashing import page_hashes, salt_key
 from longturn.engine.records import EngineRequest, FinishReason, SamplingParams, pack_tokens
 from longturn.errors import EngineDeadError
 from longturn.frontend.chat_template import ChatTemplates
-from longturn.frontend.conversation import (
-    ConversationMemory,
-    History,
-    Turn,
-    text_digest,
-)
-from longturn.frontend.conversation_ids import Form, bare_form
-from longturn.frontend.conversation_keys import text_key
-from longturn.frontend.conversation_reuse import Comparison, compare, reuse_of
+from longturn.frontend.conversation import ConversationMemory
+from longturn.frontend.conversation_reuse import compare, reuse_of
 from longturn.frontend.draft import Draft, Drafts, check_ids
 from longturn.frontend.engine_client import EngineClient
 from longturn.frontend.grammar_compiler import GrammarLimits
@@ -39,6 +31,7 @@ from longturn.frontend.records import (
     TextRequest,
     TokenPrompt,
 )
+from longturn.frontend.remembering import PreparedRequest, Rememberer
 from longturn.frontend.request_grammar import RequestGrammars, failure_of
 from longturn.frontend.tokenizer import Tokenizer, load_tokenizer
 from longturn.frontend.validate import ModelLimits, check_prompt_tokens, check_request
@@ -48,17 +41,6 @@ from longturn.source import ModelSource
 _THREAD_CHARS = 16_384
 """Longer text is tokenised in a thread (about 4 ms of work and more), so that other streams keep their pace."""
 _SEED_MASK = (1 << 63) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A request as the engine gets it, and what the frontend needs when it ends."""
-
-    engine_request: EngineRequest
-    prompt_tokens: int
-    compared: Comparison
-    history: History | None
-    rendered: str
 
 
 class Frontend:
@@ -95,6 +77,7 @@ class Frontend:
         self._caches = caches
         self._output = output or OutputFormat()
         self._drafts = Drafts(tokenizer, templates, limits, self.memory, headers or HeaderWatch(), self._output)
+        self._rememberer = Rememberer(self.memory, tokenizer, self._output)
         self._grammars = RequestGrammars(
             tokenizer,
             self._output,
@@ -202,7 +185,7 @@ class Frontend:
                 if chunk.finish is not None:
                     # Before the last chunk goes out: a slow reader must not keep a stopped request in the engine.
                     await _close(outputs)
-                    self._remember(request, prepared, state, chunk.finish)
+                    self._rememberer.remember(request, prepared, state, chunk.finish)
                     if chunk.usage is not None:
                         usage = dataclasses.replace(chunk.usage, reuse_reason=reuse.reason)
                         chunk = dataclasses.replace(chunk, usage=usage)
@@ -293,47 +276,6 @@ class Frontend:
             stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *own_stops))),
             grammar=grammar,
         )
-
-    def _remember(
-        self, request: TextRequest, prepared: PreparedRequest, state: OutputText, finish: FinishReason
-    ) -> None:
-        prompt, history = request.prompt, prepared.history
-        if history is None or (isinstance(prompt, ChatPrompt) and not prompt.add_generation_prompt):
-            return
-        if finish not in (FinishReason.STOP, FinishReason.LENGTH):
-            return
-        kept, text = state.kept()
-        message = state.message()
-        end_text = ""
-        if state.stop_token_id is not None and (end_text := self.tokenizer.special_text(state.stop_token_id)):
-            kept = [*kept, state.stop_token_id]
-        if not isinstance(prompt, ChatPrompt) and not end_text:
-            return  # see `text_history`
-        ids = prepared.engine_request.prompt + pack_tokens(kept)
-        key = salt_key(request.cache_salt, request.tenant)
-        turn = Turn(
-            ids=ids,
-            page_hashes=page_hashes(ids, key, prepared.engine_request.page_hashes),
-            prompt_chars=len(prepared.rendered),
-            prompt_digest=text_digest(prepared.rendered),
-            text=text,
-            end_text=end_text,
-            reasoning=message.get("reasoning_content", ""),
-            arguments=tuple(call["function"]["arguments"] for call in message.get("tool_calls", ())),
-            tools=history.tools,
-            template_arguments=history.arguments,
-            bare=self._bare(prepared.rendered, text, message) if isinstance(prompt, ChatPrompt) else None,
-        )
-        if isinstance(prompt, ChatPrompt):
-            self.memory.remember(history, message, turn)
-        else:
-            self.memory.remember(history, text_key(prepared.rendered + text + end_text, history.scope), turn)
-
-    def _bare(self, rendered: str, text: str, message: Mapping[str, Any]) -> Form | None:
-        form = self._output.reasoning
-        if form is None or len(form.markers) != 2 or str(message.get("reasoning_content", "")).strip():
-            return None
-        return bare_form(rendered, text, *form.markers)
 
 
 async def _close(iterator: AsyncIterator[Any]) -> None:

@@ -214,7 +214,7 @@ class RemoteEngine:
             )
             self._stats = EngineStats()
             lost = self._fail_streams(self._down)
-            log.error("%s (%d requests lost); its last output:\n%s", self._down, lost, "\n".join(self._child.tail()))
+            log.error("%s (requests lost: %d); its last output:\n%s", self._down, lost, "\n".join(self._child.tail()))
             await self._child.close()
             self._child = None
             if not again:

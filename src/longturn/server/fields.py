@@ -25,8 +25,8 @@ def not_supported(param: str, what: str) -> RequestError:
 
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-"""What OpenAI (64 characters) and Anthropic (128) take, and the dot: some models write names into tags or attributes,
-where quotes, spaces and brackets cannot be told from the syntax."""
+"""The Model Context Protocol's rule (specification 2025-11-25). OpenAI (64 characters) and Anthropic (128) take no dot.
+Some models write names into tags or attributes, where quotes, spaces and brackets cannot be told from the syntax."""
 
 
 def new_tool_name(value: Any, where: str, taken: Container[str]) -> str:

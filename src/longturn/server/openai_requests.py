@@ -11,6 +11,7 @@ import msgspec
 from longturn.engine.records import SamplingParams
 from longturn.errors import NotFoundError, RequestError
 from longturn.frontend.records import ChatPrompt, Prompt, TextPrompt, TokenPrompt, ToolChoice
+from longturn.frontend.validate import MAX_LOGPROBS
 from longturn.server.fields import invalid, not_supported
 from longturn.server.openai_types import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from longturn.server.refused import check_refused
@@ -20,7 +21,9 @@ MAX_CHOICES = 128
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for text completions; chat goes on to the context's end."""
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_LIKELIEST = 1e-6
+"""`top_p` that keeps one token. OpenAI and Anthropic mean that by 0, of which no token would be left."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _PATH = re.compile(r" - at (?:`key` in )?`\$?\.?([^`]*)`$")
 T = TypeVar("T")
 
@@ -198,6 +201,8 @@ def chat_logprobs(request: ChatRequest) -> int | None:
     """Alternatives to report with each token, or None for no log-probabilities."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "needs 'logprobs': true")
+    if (request.top_logprobs or 0) > MAX_LOGPROBS:
+        raise invalid("top_logprobs", f"must be at most {MAX_LOGPROBS}, not {request.top_logprobs}")
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
@@ -224,7 +229,7 @@ def sampling_params(request: SamplingFields, *, max_tokens: int, logprobs: int |
         temperature=_or(request.temperature, default.temperature),
         # -1 is vLLM's word for "keep all".
         top_k=0 if request.top_k == -1 else _or(request.top_k, default.top_k),
-        top_p=_or(request.top_p, default.top_p),
+        top_p=_or(request.top_p, default.top_p) or _LIKELIEST,
         min_p=_or(request.min_p, default.min_p),
         seed=seed,
         frequency_penalty=_or(request.frequency_penalty, default.frequency_penalty),
@@ -252,12 +257,16 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise invalid(f"{where}.role", "must be a text")
+    if role == "function":
+        raise not_supported(f"{where}.role", "'function' is deprecated; use 'tool'")
     if role not in _ROLES:
         # Templates write an unknown role into the prompt as it is, or leave the message out.
         raise invalid(f"{where}.role", f"must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}, not {role!r}")
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise invalid(f"{where}.tool_calls", "must be a list of objects")
+    if message.get("function_call") is not None:
+        raise not_supported(f"{where}.function_call", "it is deprecated; use 'tool_calls'")
     content = message.get("content")
     if isinstance(content, str) or content is None:
         if content is None and role != "assistant":

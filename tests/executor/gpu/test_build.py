@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from longturn.assemble import GPU_STEP_TOKENS, build_engine, gpu_defaults, on_gp
 from longturn.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from longturn.errors import ConfigError
 from longturn.executor.gpu import device
+from longturn.models.checkpoint.scheme import Scheme
 from longturn.models.make_checkpoint import PRESETS, make_checkpoint, preset_config
 from longturn.models.minimax_m3_config import minimax_m3_config
+from longturn.source import resolve_source
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +123,55 @@ def test_caches_that_kernels_do_not_take_are_named(dtype: str, dense_attention: 
     with pytest.raises(ConfigError, match=words) as caught:
         _check_settings(wanted, c)
     assert "\n" not in str(caught.value)
+
+
+def memory_of(monkeypatch: pytest.MonkeyPatch, path: Path, free_mb: float, **settings: object) -> Any:
+    """What `build` makes of a card with so much memory for the tiny checkpoint."""
+    from longturn.executor.gpu import build
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *args: (int(free_mb * 1e6), 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "NVIDIA Test")
+    monkeypatch.setattr(build, "_CONTEXT_BYTES", 0)
+    wanted = replace(config(path, "cuda"), **settings)  # type: ignore[arg-type]
+    source = resolve_source(wanted.model)
+    return build._memory(wanted, minimax_m3_config(source.config), source, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("experts", ["bf16", "mxfp8", "nvfp4"])
+def test_weights_take_what_their_files_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, experts: Literal["bf16", "mxfp8", "nvfp4"]
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from longturn.models.minimax_m3_gpu_limits import scratch_bytes
+
+    made = make_checkpoint(tmp_path / "m3", "tiny", scheme=Scheme(experts=experts)).path
+    stored = sum(file.stat().st_size for file in made.glob("*.safetensors"))
+    source = resolve_source(ModelConfig(path=str(made)))
+    c = minimax_m3_config(source.config)
+    tokens = SchedulerConfig().step_tokens
+    scratch = scratch_bytes(c, tokens, source.max_context_tokens, packed_experts=experts != "bf16")
+    weights = 900 * 10**6 - scratch - memory_of(monkeypatch, made, 900).pool_bytes
+    assert 0.9 * stored < weights < 1.5 * stored
+
+
+def test_a_card_that_is_too_small_says_what_would_fit(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    few = SchedulerConfig(step_tokens=65_536, max_running=8)
+    with pytest.raises(ConfigError, match=r"GB of weights and .* of scratch, .*; scheduler.step_tokens 512 would fit$"):
+        memory_of(monkeypatch, checkpoint, 600, scheduler=few)
+    with pytest.raises(ConfigError, match=r"does not fit on NVIDIA Test: .*; no format of it would$"):
+        memory_of(monkeypatch, checkpoint, 1, scheduler=few)
+    with pytest.raises(ConfigError, match=r"cache.memory_bytes 80000000000 is more than fits, which is \d+: "):
+        memory_of(monkeypatch, checkpoint, 900, cache=CacheConfig(memory_bytes=80 * 10**9))
+
+
+def test_running_out_of_memory_while_loading_is_one_line(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from longturn.executor.gpu import build
+
+    source = resolve_source(ModelConfig(path=str(checkpoint)))
+    with (
+        pytest.raises(ConfigError, match=r"does not fit on CARD beside 2\.0 GB of pages: words; a smaller"),
+        build._told(source, "CARD", build._Memory(2 * 10**9, "words")),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")

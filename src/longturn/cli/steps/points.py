@@ -12,6 +12,10 @@ from longturn.models.minimax_m3_config import MiniMaxM3Config
 STREAM_BYTES_PER_S = 4.4e12
 """Read-only streaming rate of an H200, as measured."""
 
+START_CONTEXT = 131_072
+START_CACHED = 2 * START_CONTEXT
+"""Tokens of the executor whose start is measured: of its longest request, and of its page pool."""
+
 Kind = Literal["decode", "warm", "turn", "prefill", "mixed", "start"]
 
 
@@ -116,7 +120,7 @@ def choose(preset: str, wanted: Sequence[str]) -> tuple[Point, ...]:
     return tuple(p for p in points if p.name.startswith(tuple(wanted)))
 
 
-_VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 """Scales counted."""
 
 
@@ -127,8 +131,8 @@ def decode_floor_ms(
     among `experts` of each layer (all if None)."""
     choices = experts or c.experts
     form = preset or StepPreset("")
-    expert_bytes = _VALUE_BYTES[form.weights]
-    other_bytes = _VALUE_BYTES["bf16" if form.weights == "bf16" else "mxfp8"]
+    expert_bytes = VALUE_BYTES[form.weights]
+    other_bytes = VALUE_BYTES["bf16" if form.weights == "bf16" else "mxfp8"]
     distinct = choices * (1 - (1 - c.top_experts / choices) ** rows)
     moe_layers = sum(c.moe_layers)
     projected = c.q_width + 2 * c.kv_width + c.index_q_width + c.index_dim
@@ -137,6 +141,6 @@ def decode_floor_ms(
     weights = other_bytes * others + 2.0 * c.vocab_size * c.hidden
     weights += moe_layers * c.hidden * (3 * expert_bytes * distinct * c.expert_ffn + 4 * c.experts)
     blocks = min(c.selection.top, context // 128 + 1)
-    index_bytes = _VALUE_BYTES["bf16" if form.cache == "bf16" else "fp8"]
-    cache = index_bytes * context * c.index_dim + _VALUE_BYTES[form.cache] * blocks * 128 * 2 * c.kv_width
+    index_bytes = VALUE_BYTES["bf16" if form.cache == "bf16" else "fp8"]
+    cache = index_bytes * context * c.index_dim + VALUE_BYTES[form.cache] * blocks * 128 * 2 * c.kv_width
     return (weights + c.layers * rows * cache) / STREAM_BYTES_PER_S * 1e3

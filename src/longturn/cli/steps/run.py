@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from longturn.cli.steps.harness import Stand, drain, first_tokens, pass_over, request
-from longturn.cli.steps.points import Point, decode_floor_ms
+from longturn.cli.steps.points import START_CACHED, START_CONTEXT, Point, decode_floor_ms
 from longturn.config import PAGE_TOKENS
 from longturn.executor.gpu.buckets import StepKind
 
@@ -199,8 +199,8 @@ def measure_start(preset: str, p: Point, step_tokens: int) -> tuple[Measured, di
     there are no requests, as happens here after the first token.
     """
     parts = {"imports": since_process_start_s()}
-    rows, context = 32, 131072
-    stand = Stand(preset, rows=rows, cached_tokens=2 * context, context=context, step_tokens=step_tokens, serving=True)
+    size = Size(rows=32, cached_tokens=START_CACHED, context=START_CONTEXT, step_tokens=step_tokens)
+    stand = Stand(preset, **size, serving=True)
     parts["weights"] = since_process_start_s()
     graphs = stand.start()
     parts["kernels and graphs"] = since_process_start_s()

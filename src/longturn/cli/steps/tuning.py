@@ -141,7 +141,8 @@ class Tuner:
             Compilation(kernel for step in steps for kernel in _kernels(step)).wait()
             base = _time_ms(steps[0])
             if base is None:
-                raise ConfigError(f"a step of {size} does not run on this device")
+                unit = "tokens" if many else "rows"
+                raise ConfigError(f"a step of {size} {unit} does not run on this device: {_why_not(steps[0])}")
             for entry, made in zip(entries, steps[1:], strict=True):
                 old = next((e for e in table.entries if _same(e, entry)), None)
                 merged = entry if old is None else replace(entry, fields={**old.fields, **entry.fields})
@@ -191,6 +192,19 @@ def _kernels(step: Callable[[], None]) -> list[Kernel]:
         _log.info("not tried: %s", error)
         return []
     return noted
+
+
+def _why_not(step: Callable[[], None]) -> str:
+    """The first line of what a step fails with. Raises torch.OutOfMemoryError: that is the whole run's to tell."""
+    try:
+        with torch.inference_mode():
+            step()
+            torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return next(iter(str(error).splitlines()), type(error).__name__)
+    return "its graph cannot be captured"
 
 
 def _time_ms(step: Callable[[], None], replays: int = 20) -> float | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -81,27 +82,42 @@ def build_gpu_executor(
     limits = GpuLimits(config.scheduler.max_running, config.scheduler.step_tokens, context, host_pages=host_pages)
     experts = _EXPERTS.get(formats.quantisation, WeightFormat.PLAIN)
     name = torch.cuda.get_device_name(device)
-    plans = GpuPlans(table=load_table(table_path(cache_directory(config.cache_dir), name), name, PLANS))
-    early = EarlyWork(c, pages, limits, experts=experts, kv_dtype=kv_dtype, masked=vocabulary is not None, plans=plans)
-    try:
-        weights = _load(c, source, kv_dtype, device)
-    except Exception:
-        early.close()
-        raise
-    loaded = time.perf_counter()
-    executor = GpuExecutor(
-        MiniMaxM3Gpu(weights, pages, plans),
-        limits,
-        description=f"cuda ({name})",
-        vocabulary=vocabulary,
-        formats=formats,
-    )
-    graphs = executor.start(early.compilation())
+    with _told(source, name, memory):
+        plans = GpuPlans(table=load_table(table_path(cache_directory(config.cache_dir), name), name, PLANS))
+        early = EarlyWork(
+            c, pages, limits, experts=experts, kv_dtype=kv_dtype, masked=vocabulary is not None, plans=plans
+        )
+        try:
+            weights = _load(c, source, kv_dtype, device)
+        except Exception:
+            early.close()
+            raise
+        loaded = time.perf_counter()
+        executor = GpuExecutor(
+            MiniMaxM3Gpu(weights, pages, plans),
+            limits,
+            description=f"cuda ({name})",
+            vocabulary=vocabulary,
+            formats=formats,
+        )
+        graphs = executor.start(early.compilation())
     gc.collect()
     gc.freeze()  # a full collection over everything loaded so far would cost a step a tenth of a second
     spent = (loaded - begin, graphs, time.perf_counter() - loaded)
     _log.info("weights loaded in %.1f s, %d graphs made in %.1f s", *spent)
     return executor
+
+
+@contextlib.contextmanager
+def _told(source: ModelSource, name: str, memory: _Memory) -> Iterator[None]:
+    """Running out of memory as one line. What is needed is known before only about, and other processes take some."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{source.path} does not fit on {name} beside {memory.pool_bytes / _GB:.1f} GB of pages: "
+            f"{memory.explanation}; a smaller executor.gpu_memory_share leaves more room"
+        ) from error
 
 
 def expert_format(model: ModelConfig) -> WeightFormat:
@@ -175,22 +191,40 @@ class _Memory:
         return pages
 
 
+_VALUE_BYTES = {WeightFormat.PLAIN: 2.0, WeightFormat.MXFP8: 1 + 1 / 32, WeightFormat.NVFP4: NVFP4_BYTES}
+"""Of one value of a routed expert, scales counted."""
+_LEAST_STEP_TOKENS = 512
+
+
 def _memory(config: EngineConfig, c: MiniMaxM3Config, source: ModelSource, device: torch.device) -> _Memory:
     free, total = torch.cuda.mem_get_info(device)
     usable = int(min(free, total * config.executor.gpu_memory_share))
-    packed = _quantised(source)
-    weights = weight_bytes(c, NVFP4_BYTES if packed else 2.0)
-    tokens = max(config.scheduler.step_tokens, config.scheduler.max_running)
-    scratch = scratch_bytes(c, tokens, source.max_context_tokens, packed_experts=packed) + _CONTEXT_BYTES
+    experts = expert_format(config.model)
+    rows = config.scheduler.max_running
+
+    def needed(form: WeightFormat, tokens: int) -> tuple[int, int]:
+        """(weights, scratch) in bytes."""
+        packed = form is not WeightFormat.PLAIN
+        scratch = scratch_bytes(c, max(tokens, rows), source.max_context_tokens, packed_experts=packed)
+        return weight_bytes(c, _VALUE_BYTES[form]), scratch + _CONTEXT_BYTES
+
+    weights, scratch = needed(experts, config.scheduler.step_tokens)
     left = usable - weights - scratch
     explanation = (
         f"{weights / _GB:.1f} GB of weights and {scratch / _GB:.1f} GB of scratch, of {usable / _GB:.1f} GB that may "
         f"be used ({free / _GB:.1f} GB free, executor.gpu_memory_share {config.executor.gpu_memory_share:g})"
     )
     if left <= 0:
-        raise ConfigError(f"{source.path} does not fit on {torch.cuda.get_device_name(device)}: {explanation}")
+        smaller = (
+            (f"scheduler.step_tokens {_LEAST_STEP_TOKENS}", needed(experts, _LEAST_STEP_TOKENS)),
+            ("experts in NVFP4 (`longturn convert`)", needed(WeightFormat.NVFP4, _LEAST_STEP_TOKENS)),
+        )
+        fits = next((f"{name} would fit" for name, parts in smaller if sum(parts) < usable), "no format of it would")
+        raise ConfigError(f"{source.path} does not fit on {torch.cuda.get_device_name(device)}: {explanation}; {fits}")
     if config.cache.memory_bytes == CacheConfig().memory_bytes:
         return _Memory(left, explanation)
     if config.cache.memory_bytes > left:
-        raise ConfigError(f"cache.memory_bytes {config.cache.memory_bytes} is more than fits: {explanation}")
+        raise ConfigError(
+            f"cache.memory_bytes {config.cache.memory_bytes} is more than fits, which is {left}: {explanation}"
+        )
     return _Memory(config.cache.memory_bytes, f"cache.memory_bytes is {config.cache.memory_bytes}")

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from longturn.errors import ConfigError
-from longturn.executor.offload import Lane, Mark, Offload
+from longturn.executor.copy_lanes import Lane, Mark
+from longturn.executor.offload import Offload
 
 _log = logging.getLogger(__name__)
 
