@@ -23,6 +23,7 @@ import torch
 from gpu_decode_stack import PRESETS, Layer, Model, shortened
 from gpu_many_rows import alone, captured, meet, noted, time_ms
 from gpu_many_stack import ManyStack
+from gpu_timing import kernel_spans
 from longturn.cli.steps import harness
 from longturn.cli.steps.harness import Stand, drain, first_tokens, request
 from longturn.cli.steps.points import Point
@@ -41,7 +42,7 @@ CHANGES: tuple[tuple[str, dict[str, int | bool]], ...] = (
     ("moe_many", {"least": 128}),
     ("moe_many", {"in_stages": 3, "down_stages": 3}),
     ("msa_many", {"piece": 64}),
-    ("msa_many", {"hopper_attend": True}),
+    ("msa_many", {"hopper_attend": False}),
 )
 
 
@@ -92,13 +93,7 @@ def engine(stand: Stand, prompt: int) -> list[str]:
 
 def traced(work: Callable[[], None]) -> tuple[Counter[str], float, float]:
     """Microseconds by kernel or copy, from the first one's start to the last one's end, and of that without any."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        work()
-        torch.cuda.synchronize()
-    found = sorted(
-        (e.time_range.start, e.time_range.end, e.name) for e in trace.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA and "Request" not in e.name and "Unrecognized" not in e.name
-    )  # fmt: skip
+    found = kernel_spans(work)
     times: Counter[str] = Counter()
     until, idle = found[0][0], 0.0
     for begin, end, name in found:

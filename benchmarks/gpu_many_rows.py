@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from gpu_timing import kernel_spans
 from longturn.cli.steps.points import PRESETS
 from longturn.config import PAGE_TOKENS
 from longturn.executor.gpu.buckets import StepKind, StepShape
@@ -172,14 +173,7 @@ def spans(graph: torch.cuda.CUDAGraph) -> list[tuple[float, float, str]]:
     """Start, end and name of each kernel of a replay, microseconds."""
     for _ in range(2):
         graph.replay()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        graph.replay()
-        torch.cuda.synchronize()
-    return sorted(
-        (e.time_range.start, e.time_range.end, e.name) for e in trace.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA and "Request" not in e.name and "Unrecognized" not in e.name
-    )  # fmt: skip
+    return kernel_spans(graph.replay)
 
 
 def profile(rows: Rows) -> list[str]:

@@ -4,9 +4,10 @@
         turn [--preset slice8]
 
 `check` compares with fp32 references at real widths; `experts` does so for experts of long steps alone, `gluon` and
-`triton` for the one or the other kernels of sparse attention alone, `formats` for caches of fewer bits and `packed` for
-experts on quantised weights, and these two time them; `kernels` times each kernel of a layer; `sweep` times plans of
-the heavy ones; `prefill` runs a whole prompt in chunks, `turn` one chunk against a long cached context.
+`triton` for sparse attention alone, in Gluon as where it fits and in Triton as elsewhere, `formats` for caches of fewer
+bits and `packed` for experts on quantised weights, and these two time them; `kernels` times each kernel of a layer;
+`sweep` times plans of the heavy ones; `prefill` runs a whole prompt in chunks, `turn` one chunk against a long cached
+context.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from gpu_decode_stack import (
 )  # fmt: skip
 from gpu_many_check import FORMATS, check, check_experts, check_formats, check_packed
 from gpu_many_stack import ManyPlans, ManyStack, flops_and_bytes
+from gpu_timing import kernel_spans
 from longturn.kernels import msa_many_hopper
 from longturn.kernels.moe_many import MoeManyPlan, MoeManyScratch, moe_many_tokens
 from longturn.kernels.msa_many import MsaManyPlan, MsaManyScratch, msa_many_tokens
@@ -109,16 +111,9 @@ def _compile(name: str, tokens: int, context: int, plans: ManyPlans | None) -> N
 def kernel_times(launch: Callable[[], None], repeats: int = 5) -> dict[str, float]:
     """Mean device microseconds of each kernel name."""
     launch()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        for _ in range(repeats):
-            launch()
-        torch.cuda.synchronize()
     times: dict[str, float] = defaultdict(float)
-    for e in trace.events():
-        if e.device_type != torch.autograd.DeviceType.CUDA or "Request" in e.name:
-            continue
-        times[e.name[:34]] += (e.time_range.end - e.time_range.start) / repeats
+    for begin, end, kernel in kernel_spans(launch, repeats):
+        times[kernel[:34]] += (end - begin) / repeats
     return dict(times)
 
 
@@ -221,7 +216,7 @@ def packed(name: str, points: list[tuple[int, int]]) -> list[str]:
 def variants(name: str, tokens: int, context: int) -> Iterator[tuple[str, str, ManyPlans]]:
     """(kernel, label, plans): one kernel's plan changed at a time."""
     base = default_plans(name, tokens, context)
-    for turn, stages in ((0, 4), (2, 4), (4, 4), (4, 5)):
+    for turn, stages in ((0, 4), (2, 4), (4, 4)):
         msa = replace(base.msa, hopper_turn=turn, hopper_stages=stages)
         label = f"gluon, turns of {turn}, {stages} stages" if turn else "triton"
         yield "block_scores", label, replace(base, msa=msa, pdl=False)
@@ -320,14 +315,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=131072)
     parser.add_argument("--chunks", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache, so that a later call starts")
-    parser.add_argument(
-        "--gluon", action="store_true", help="sparse attention by the Gluon kernels where plans leave it"
-    )
+    parser.add_argument("--triton", action="store_true", help="sparse attention by the Triton kernels throughout")
     arguments = parser.parse_args()
-    if arguments.gluon:
+    if arguments.triton:
         make = MsaManyPlan.default
         MsaManyPlan.default = staticmethod(  # type: ignore[method-assign]
-            lambda *a: replace(make(*a), hopper_turn=4, hopper_attend=True)
+            lambda *a: replace(make(*a), hopper_turn=0, hopper_attend=False)
         )
     name = arguments.preset
     points = [(int(tokens), int(context)) for tokens, context in (point.split(",") for point in arguments.points)]
@@ -349,7 +342,7 @@ def main() -> None:
     for command in arguments.commands:
         begin = time.time()
         if command == "check":
-            lines += check(name)
+            lines += check(name, hopper=True)
         elif command == "experts":
             lines += [line for tokens in (4224, 8192) for line in check_experts(name, tokens)]
         elif command in ("gluon", "triton"):

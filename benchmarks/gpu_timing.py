@@ -1,4 +1,4 @@
-"""Device times of short launches, many in one graph so that the host's launch times are not in them."""
+"""Device times: of short launches, many in one graph so that the host's times are not in them, and of each kernel."""
 
 from __future__ import annotations
 
@@ -26,3 +26,18 @@ def graph_times_us(launches: Sequence[Callable[[], None]], rounds: int, replays:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / (rounds * len(launches)))
     return times
+
+
+def kernel_spans(work: Callable[[], None], repeats: int = 1) -> list[tuple[float, float, str]]:
+    """Start, end and name of each kernel and copy of `work`, done `repeats` times, microseconds, in the order of their
+    starts."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    return sorted(
+        (e.time_range.start, e.time_range.end, e.name) for e in trace.events()
+        if e.device_type == on_device and "Request" not in e.name and "Unrecognized" not in e.name
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -112,3 +112,24 @@ def test_a_plan_is_kept_only_if_the_step_is_faster(monkeypatch: pytest.MonkeyPat
     (entry,) = table.entries[1:]
     assert entry == replace(before, fields={"warps": 8, "dot_stages": 4})
     assert before not in tables[0].entries  # measured again like anything else
+
+
+@pytest.mark.parametrize(("size", "many"), [(1, False), (8, False), (512, True), (8192, True)])
+def test_candidates_are_fields_of_plans_and_change_those_for_many_tokens(size: int, many: bool) -> None:
+    """One that is the default already would be measured for nothing, and could be kept by a lucky timing."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from longturn.cli.steps.tuning import candidates
+    from longturn.kernels.msa_many import MsaManyPlan
+    from longturn.kernels.msa_plan import MsaShape
+    from longturn.kernels.pages import PageLayout
+    from longturn.models.minimax_m3_gpu_plans import PLANS
+
+    tried = candidates(size, many=many)
+    for kernel, each in tried.items():
+        known = {field.name for field in fields(PLANS[kernel])}
+        assert all(set(changed) <= known for changed in each), kernel
+    default = MsaManyPlan.default(MsaShape(32, PageLayout(60, 4), rotary_dim=64, max_blocks=1025), size)
+    assert all(replace(default, **dict(changed)) != default for changed in tried.get("msa_many", ()))
+    # Triton's kernels take what Hopper's leave, so tuning must have tried to leave it before it changes theirs.
+    order = [name for changed in tried.get("msa_many", ()) for name in changed]
+    assert order == sorted(order, key=lambda name: not name.startswith("hopper"))

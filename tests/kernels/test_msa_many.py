@@ -16,7 +16,7 @@ if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
     pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4", allow_module_level=True)
 
 from longturn.kernels.msa_many import MsaManyPlan, MsaManyScratch, msa_many_tokens
-from longturn.kernels.msa_many_attend import combine_parts
+from longturn.kernels.msa_many_attend import combine_parts, fill_lists, lay_out_lists
 from longturn.kernels.msa_many_scores import top_blocks
 from longturn.kernels.msa_plan import MsaNorms, MsaShape
 from longturn.kernels.pages import PageLayout
@@ -107,8 +107,8 @@ def test_parts_in_the_order_of_the_tensor_cores() -> None:
     share = torch.where(selected[:, :, None] >= 0, weights[..., 0].exp2(), torch.tensor(0.0))
     sums = (share * weights[..., 1]).sum(1)
     expected = (share[..., None] * parts).sum(1) / sums[..., None]
-    # A tensor-core tile gives thread u of a row columns 8 j + 2 u + e; it stores them one after the other.
-    stored = parts.view(lines, 16, group, 16, 4, 2).transpose(3, 4).reshape(parts.shape).contiguous()
+    # A tensor-core tile gives thread u of a row columns 8 b + 2 u + e of 32; it stores those 8 one after the other.
+    stored = parts.view(lines, 16, group, 4, 4, 4, 2).transpose(4, 5).reshape(parts.shape).contiguous()
     for of, ordered in ((parts, False), (stored, True)):
         out = torch.full((lines, group, d), float("nan"))
         combine_parts[(lines, 1)](
@@ -117,7 +117,7 @@ def test_parts_in_the_order_of_the_tensor_cores() -> None:
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("init", "local"), [(0, 1), (2, 3), (1, 2)])
+@pytest.mark.parametrize(("init", "local"), [(0, 1), (2, 3), (1, 2), (7, 9), (0, 20)])
 def test_top_blocks(init: int, local: int) -> None:
     """Ties, NaN, forced blocks, fewer blocks than 16; and the lists' lengths."""
     gen = torch.Generator().manual_seed(init)
@@ -133,15 +133,64 @@ def test_top_blocks(init: int, local: int) -> None:
     scores.masked_fill_((block >= (at.long() // 128 + 1 - local)[:, None])[:, None, :], float("nan"))
     table = torch.randperm(pages - 1, generator=gen)[:200].int()[None] + 1
     selected, ranks = torch.full((2, tokens, kv, 16), 99, dtype=torch.int32)
-    counts = torch.zeros(kv, pages, dtype=torch.int32)
+    counts = torch.zeros(pages, kv, dtype=torch.int32)
     top_blocks[(tokens * kv,)](
-        at, torch.zeros_like(at), table, 200, scores, 256, selected, ranks, counts, pages,
+        at, torch.zeros_like(at), table, 200, scores, 256, selected, ranks, counts,
         KV_HEADS=kv, PAGE=128, TOP=16, INIT=init, LOCAL=local, GROUPS=8, PDL=False,
     )  # fmt: skip
     assert torch.equal(selected.long().sort(-1).values, expected.sort(-1).values)
     live = selected >= 0
     for head in range(kv):
         pages_of = table[0][selected[:, head][live[:, head]].long()].long()
-        assert torch.equal(counts[head], torch.bincount(pages_of, minlength=pages).int())
+        assert torch.equal(counts[:, head], torch.bincount(pages_of, minlength=pages).int())
         places = set(zip(pages_of.tolist(), ranks[:, head][live[:, head]].tolist(), strict=True))
-        assert places == {(p, i) for p in range(pages) for i in range(int(counts[head, p]))}
+        assert places == {(p, i) for p in range(pages) for i in range(int(counts[p, head]))}
+
+
+@pytest.mark.parametrize("piece", [4, 32])
+def test_lists(piece: int) -> None:
+    """Every choice is in its page's list once, with the last key it sees, and pieces tell who needs a mask."""
+    gen = torch.Generator().manual_seed(piece)
+    tokens, kv, pages = 150, 2, 40
+    at = torch.cat([torch.arange(700, 700 + tokens - 10), torch.full((10,), -1)]).int()
+    table = torch.randperm(pages - 1, generator=gen)[:8].int()[None] + 1
+    selected = torch.full((tokens, kv, 16), -1, dtype=torch.int32)
+    for token in range(tokens - 10):
+        own = int(at[token]) // 128
+        for head in range(kv):
+            chosen = torch.randperm(own, generator=gen)[:3].sort().values
+            selected[token, head, :4] = torch.cat([chosen, torch.tensor([own])])
+    choices = selected.numel()
+    counts = torch.zeros(pages, kv, dtype=torch.int32)
+    ranks = torch.full_like(selected, 77)
+    for line, block in enumerate(selected.view(-1).tolist()):
+        if block >= 0:
+            counter = int(table[0, block]), line // 16 % kv
+            ranks.view(-1)[line] = counts[counter]
+            counts[counter] += 1
+    most = choices // piece + counts.numel()
+    first, lists, sizes, opens = (torch.full((n,), 77, dtype=torch.int32) for n in (counts.numel(), most, most, most))
+    entries = torch.full((most * piece,), 77, dtype=torch.int32)
+    total = torch.zeros(1, dtype=torch.int32)
+    lay_out_lists[(1,)](
+        counts, counts.numel(), first, lists, sizes, opens, total, PIECE=piece, SPAN=256, PDL=False
+    )  # fmt: skip
+    fill_lists[(-(-choices // 512),)](
+        at, torch.zeros_like(at), table, 8, selected, ranks, first, opens, entries, choices,
+        KV_HEADS=kv, PAGE=128, TOP=16, PIECE=piece, SPAN=512, PDL=False,
+    )  # fmt: skip
+    assert total.item() == (-(-counts // piece)).sum()
+    seen = set()
+    for number in range(int(total)):
+        page, head = divmod(int(lists[number]), kv)
+        here = entries[number * piece :][: int(sizes[number])].tolist()
+        lasts = []
+        for choice, last in (divmod(entry, 128) for entry in here):
+            token, slot = divmod(choice, 16 * kv)
+            block = int(selected[token, head, slot % 16])
+            assert slot // 16 == head and table[0, block] == page
+            assert last == min(int(at[token]) - 128 * block, 127)
+            lasts.append(last)
+            seen.add(choice)
+        assert bool(opens[number]) == (min(lasts) < 127)
+    assert seen == set((selected.view(-1) >= 0).nonzero().flatten().tolist())

@@ -217,6 +217,9 @@ def run_ptx(text: str, words: np.ndarray, factors: np.ndarray) -> list[np.ndarra
             assert not rest[0] and rest[1] == 0x3120
             inner = ((a & 0xFF00) << np.uint32(8)) | ((a & 0xFF0000) >> np.uint32(8))
             registers[to] = (a & np.uint32(0xFF0000FF)) | inner
+        elif operation == "lop3.b32":
+            assert rest[2] == 0x28
+            registers[to] = (a ^ rest[0]) & rest[1]
         else:
             step = {"and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "shl.b32": np.left_shift}[operation]
             registers[to] = step(a, rest[0]).astype(np.uint32)

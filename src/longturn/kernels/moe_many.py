@@ -50,7 +50,7 @@ class MoeManyPlan:
     def default(tokens: int, experts: int, top_experts: int) -> MoeManyPlan:
         """A plan for a bucket of `tokens` tokens."""
         each = tokens * max(top_experts, 1) / experts if top_experts else tokens
-        parts = 16 if tokens <= 256 else 8 if tokens <= 1024 else 4
+        parts = 16 if tokens <= 512 else 8 if tokens <= 1024 else 4
         if each <= 12:
             return MoeManyPlan(tile=16, in_block=128, down_block=128, router_parts=parts)
         if each <= 48:

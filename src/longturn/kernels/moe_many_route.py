@@ -88,7 +88,7 @@ def choose_experts(
         share = share * (scaling / tl.sum(share, axis=0))
         present = tl.load(positions + token, cache_modifier=FRESH) >= 0
         live = (slot >= 0) & present
-        rank = tl.atomic_add(counts + chosen, 1, mask=live)
+        rank = tl.atomic_add(counts + chosen, 1, mask=live, sem="relaxed")
         to = token * TOP + slot
         tl.store(experts + to, tl.where(live, chosen, -1))
         tl.store(shares + to, tl.where(live, share, 0.0))

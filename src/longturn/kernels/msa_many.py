@@ -2,9 +2,8 @@
 
 Seven launches, none of which knows a length on the host: queries and cache, block scores, top blocks (with the count
 of each page's choices), lists laid out, lists filled, attention a page at a time, parts combined. The kernels are in
-`cache_write.py`, `msa_many_scores.py` and `msa_many_attend.py`, the two heavy ones for bf16 caches on Hopper also in
-`msa_many_scores_hopper.py` and `msa_many_attend_hopper.py`, where a plan asks for them; what each should take is in
-docs/performance.md.
+`cache_write.py`, `msa_many_scores.py` and `msa_many_attend.py`; for bf16 caches on Hopper the two heavy ones are in
+`msa_many_scores_hopper.py` and `msa_many_attend_hopper.py`. What each takes is in docs/performance.md.
 
 Caches of fewer bits need nothing but their `PageLayout`: `msa_many_tokens` takes the same uint8 cache as `msa_decode`,
 and `MsaManyScratch.allocate` a `like` of the type that activations have.
@@ -50,11 +49,13 @@ class MsaManyPlan:
     score_stages: int = 3
     score_registers: int | None = 128
     """Most registers of a thread, so that two programs share a multiprocessor."""
-    hopper_turn: int = 0
-    """Pages a turn of the loop of `block_scores_hopper`; 0 leaves scores to the Triton kernel."""
+    hopper_turn: int = 2
+    """Pages a turn of the loop of `block_scores_hopper`, which takes what it fits; with 0 the Triton kernel does."""
     hopper_programs: int = 132
+    """Of either kernel for Hopper, each of which fills a multiprocessor's shared memory."""
     hopper_stages: int = 4
-    hopper_attend: bool = False
+    """Pages on their way in `block_scores_hopper`: an even number, and a multiple of `hopper_turn`."""
+    hopper_attend: bool = True
     """Whether `attend_lists_hopper` takes what it fits; else the Triton kernel does."""
     piece: int = 32
     """Choices of a page that one program takes: many lists are as short as 8 in a short step, and a page read again
@@ -75,7 +76,7 @@ class MsaManyPlan:
         return MsaManyPlan(score_tokens=score_tokens, attend_tokens=max(1, 64 // group), piece=piece)
 
     def shared_bytes(self, shape: MsaShape, element_bytes: int) -> int:
-        """At most what the kernels hold in shared memory."""
+        """At most what the Triton kernels hold in shared memory. Those for Hopper have a fixed size, which fits."""
         layout = shape.layout
         row = layout.head_dim * element_bytes
         page = layout.page_tokens * row
@@ -111,19 +112,19 @@ class MsaManyScratch:
     ranks: Tensor
     """int32, as `selected`."""
     counts: Tensor
-    """int32 [kv_heads, pages]."""
+    """int32 [pages, kv_heads]: one page's lists lie side by side, so that programs read its heads at about one time."""
     first_piece: Tensor
-    """int32 [kv_heads, pages]."""
+    """int32 [pages, kv_heads]."""
     piece_list: Tensor
     """int32, one a piece: at most every list's last one and the whole ones."""
     piece_size: Tensor
     """int32, as `piece_list`."""
+    piece_open: Tensor
+    """int32, as `piece_list`: whether some choice of the piece does not see the page's last key."""
     total_pieces: Tensor
     """int32 [1]."""
     entries: Tensor
     """int32 [pieces, piece]."""
-    lasts: Tensor
-    """int32, as `entries`."""
     parts: Tensor
     """[T, kv_heads, top_blocks, group, d] of the type of `query`."""
     weights: Tensor
@@ -155,9 +156,9 @@ class MsaManyScratch:
             first_piece=of(torch.int32, counters),
             piece_list=of(torch.int32, pieces),
             piece_size=of(torch.int32, pieces),
+            piece_open=of(torch.int32, pieces),
             total_pieces=of(torch.int32, 1),
             entries=of(torch.int32, pieces * plan.piece),
-            lasts=of(torch.int32, pieces * plan.piece),
             parts=of(kept, tokens * shape.q_heads * shape.top_blocks * layout.head_dim + spare),
             weights=of(torch.float32, 2 * tokens * shape.q_heads * shape.top_blocks + spare),
         )
@@ -223,28 +224,32 @@ def msa_many_tokens(
     groups = score_stride // GROUP_BLOCKS
     top_blocks[(tokens * kv,)](
         step.positions, step.rows, *table, scratch.scores, score_stride, scratch.selected, scratch.ranks,
-        scratch.counts, pages,
+        scratch.counts,
         KV_HEADS=kv, PAGE=layout.page_tokens, TOP=shape.top_blocks, INIT=shape.init_blocks, LOCAL=shape.local_blocks,
         GROUPS=groups, num_warps=max(1, groups // 64), **more,
     )  # fmt: skip
     lay_out_lists[(triton.cdiv(counters, 256),)](
-        scratch.counts, counters, scratch.first_piece, scratch.piece_list, scratch.piece_size, scratch.total_pieces,
+        scratch.counts, counters, scratch.first_piece, scratch.piece_list, scratch.piece_size, scratch.piece_open,
+        scratch.total_pieces,
         PIECE=plan.piece, SPAN=256, num_warps=4, **more,
     )  # fmt: skip
     fill_lists[(triton.cdiv(choices, 512),)](
-        step.positions, step.rows, *table, scratch.selected, scratch.ranks, scratch.first_piece, scratch.entries,
-        scratch.lasts, choices, pages,
+        step.positions, step.rows, *table, scratch.selected, scratch.ranks, scratch.first_piece, scratch.piece_open,
+        scratch.entries, choices,
         KV_HEADS=kv, PAGE=layout.page_tokens, TOP=shape.top_blocks, PIECE=plan.piece, SPAN=512, num_warps=4, **more,
     )  # fmt: skip
-    lists = (
-        scratch.piece_list, scratch.piece_size, scratch.total_pieces, scratch.entries, scratch.lasts, pages, choices
-    )  # fmt: skip
+    # The entry of a choice that is nobody's, see `attend_lists`.
+    spare = choices * layout.page_tokens + layout.page_tokens - 1
+    lists = (scratch.piece_list, scratch.piece_size, scratch.total_pieces, scratch.entries, spare)
     results = (scratch.parts, scratch.weights, layout.head_dim**-0.5 * _LOG2E * (E2M1_GROW.value if nvfp4 else 1.0))
     extents = {"GROUP": group, "PAGE": layout.page_tokens, "TOP": shape.top_blocks, "PIECE": plan.piece}
-    extents["PROGRAMS"] = plan.attend_programs
+    extents |= {"KV_HEADS": kv, "PROGRAMS": plan.attend_programs}
     ordered = bool(hopper and plan.hopper_attend and hopper.attend_fits(lanes.kv, layout, group))
     if hopper and ordered:
-        hopper.launch_attend(query, lanes, lists, results, layout, group=group, extents=extents, more=more)
+        extents["PROGRAMS"] = plan.hopper_programs
+        hopper.launch_attend(
+            query, lanes, lists, scratch.piece_open, results, layout, group=group, extents=extents, more=more
+        )
     else:
         attend_lists[(plan.attend_programs,)](
             query, *lists, lanes.kv, lanes.kv_stride, lanes.key, lanes.value,

@@ -23,33 +23,34 @@ from longturn.kernels.kv_formats import E2M1_GROW, FP8, NVFP4, widen_e2m1
 
 @triton.jit(do_not_specialize=["counters"])
 def lay_out_lists(
-    counts, counters, first_piece, piece_list, piece_size, total_pieces,
+    counts, counters, first_piece, piece_list, piece_size, piece_open, total_pieces,
     PIECE: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Deal out pieces to lists: first_piece [counters], and each piece's list and size; total_pieces must be 0
-    before."""
+    """Deal out pieces to lists: first_piece [counters], and each piece's list and size, and 0 for whether it is open;
+    total_pieces must be 0 before."""
     wait_then_release(PDL)
     counter = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     count = tl.load(counts + counter, mask=counter < counters, other=0, cache_modifier=FRESH)
     pieces = (count + PIECE - 1) // PIECE
     here = tl.sum(pieces, axis=0)
     if here > 0:
-        base = tl.atomic_add(total_pieces, here)
+        base = tl.atomic_add(total_pieces, here, sem="relaxed")
         first = base + tl.cumsum(pieces, axis=0) - pieces
         tl.store(first_piece + counter, first, mask=pieces > 0)
         for i in tl.range(0, tl.max(pieces, axis=0)):
             tl.store(piece_list + first + i, counter, mask=i < pieces)
             tl.store(piece_size + first + i, tl.minimum(count - i * PIECE, PIECE), mask=i < pieces)
+            tl.store(piece_open + first + i, tl.zeros_like(counter), mask=i < pieces)
 
 
 @triton.jit(do_not_specialize=["choices"])
 def fill_lists(
-    positions, rows, page_table, table_stride, selected, ranks, first_piece, entries, lasts, choices, pages,
+    positions, rows, page_table, table_stride, selected, ranks, first_piece, piece_open, entries, choices,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TOP: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """entries[place] = the choice's number, (token * KV_HEADS + head) * TOP + slot; lasts[place] = the last key of the
-    page that its query sees."""
+    """entries[place] = the choice's number, (token * KV_HEADS + head) * TOP + slot, times PAGE, plus the last key of
+    the page that its query sees. piece_open becomes 1 where that is not the page's last one for all."""
     wait_then_release(PDL)
     choice = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     block = tl.load(selected + choice, mask=choice < choices, other=-1, cache_modifier=FRESH)
@@ -60,10 +61,11 @@ def fill_lists(
     position = tl.load(positions + token, mask=chosen, other=0, cache_modifier=FRESH)
     table = page_table + row.to(tl.int64) * table_stride
     page = tl.load(table + block, mask=chosen, other=0, cache_modifier=FRESH)
-    first = tl.load(first_piece + (line % KV_HEADS) * pages + page, mask=chosen, other=0, cache_modifier=FRESH)
+    first = tl.load(first_piece + page * KV_HEADS + line % KV_HEADS, mask=chosen, other=0, cache_modifier=FRESH)
     place = first * PIECE + tl.load(ranks + choice, mask=chosen, other=0, cache_modifier=FRESH)
-    tl.store(entries + place, choice, mask=chosen)
-    tl.store(lasts + place, tl.minimum(position - block * PAGE, PAGE - 1), mask=chosen)
+    last = tl.minimum(position - block * PAGE, PAGE - 1)
+    tl.store(entries + place, choice * PAGE + last, mask=chosen)
+    tl.store(piece_open + place // PIECE, tl.full([SPAN], 1, tl.int32), mask=chosen & (last < PAGE - 1))
 
 
 @triton.jit
@@ -79,12 +81,10 @@ def _next_tile(piece_size, piece, start, count, later, total, TOKENS: tl.constex
 
 
 @triton.jit
-def _choices_at(entries, lasts, piece, start, count, of, spare, PAGE: tl.constexpr, PIECE: tl.constexpr):
-    """The choices of a tile and the last key that each sees; past the end of the piece the choice is `spare`."""
-    ok = start + of < count
-    place = piece * PIECE + start + of
-    choice = tl.load(entries + place, mask=ok, other=spare, cache_modifier=FRESH)
-    return choice, tl.load(lasts + place, mask=ok, other=PAGE - 1, cache_modifier=FRESH)
+def _choices_at(entries, piece, start, count, of, spare, PAGE: tl.constexpr, PIECE: tl.constexpr):
+    """The choices of a tile and the last key that each sees; past the end of the piece the entry is `spare`."""
+    entry = tl.load(entries + piece * PIECE + start + of, mask=start + of < count, other=spare, cache_modifier=FRESH)
+    return entry // PAGE, entry % PAGE
 
 
 @triton.jit
@@ -122,12 +122,12 @@ def _finite(tile):
     return tl.where(tl.abs(tile) < float("inf"), tile, 0.0).to(tile.dtype)
 
 
-@triton.jit(do_not_specialize=["pages", "spare"])
+@triton.jit(do_not_specialize=["spare"])
 def attend_lists(
-    query, piece_list, piece_size, total_pieces, entries, lasts, pages, spare,
+    query, piece_list, piece_size, total_pieces, entries, spare,
     cache, page_stride, key_lane, value_lane, scales, scale_stride, key_scale_lane, value_scale_lane,
     parts, weights, scale_log2,
-    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOP: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOP: tl.constexpr,
     PIECE: tl.constexpr, TOKENS: tl.constexpr, PROGRAMS: tl.constexpr,
     FORMAT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -135,8 +135,8 @@ def attend_lists(
     GROUP, 2], that largest logit and the sum of the powers.
 
     query [T, KV_HEADS * GROUP, D]. A list's tokens come TOKENS at a time, GROUP rows each. With NVFP4 the columns of
-    queries and parts are the even ones, then the odd ones. Rows past a list's end are choice `spare`, which has room in
-    all buffers and which nothing reads: cheaper than masks.
+    queries and parts are the even ones, then the odd ones. Rows past a list's end have the entry `spare`, whose choice
+    has room in all buffers, and which nothing reads: cheaper than masks.
 
     What a tile needs is a chain of reads: size of the piece, choices, queries. Each link is read one tile further
     ahead, across pieces too, so that no tile waits for more than its page.
@@ -154,16 +154,16 @@ def attend_lists(
     count = tl.load(piece_size + ahead, mask=ahead < total, other=0, cache_modifier=FRESH)
     later = tl.load(piece_size + ahead + PROGRAMS, mask=ahead + PROGRAMS < total, other=0, cache_modifier=FRESH)
     counter = tl.load(piece_list + ahead, mask=ahead < total, other=0, cache_modifier=FRESH)
-    choice, last = _choices_at(entries, lasts, ahead, start, count, of, spare, PAGE, PIECE)
+    choice, last = _choices_at(entries, ahead, start, count, of, spare, PAGE, PIECE)
     q = _queries_of(query, choice, member, 0, WIDTH, GROUP, D, TOP)
     if FORMAT == NVFP4:
         odd_q = _queries_of(query, choice, member, WIDTH, WIDTH, GROUP, D, TOP)
     ahead, start, count, later = _next_tile(piece_size, ahead, start, count, later, total, TOKENS, PROGRAMS)
-    next_choice, next_last = _choices_at(entries, lasts, ahead, start, count, of, spare, PAGE, PIECE)
+    next_choice, next_last = _choices_at(entries, ahead, start, count, of, spare, PAGE, PIECE)
     for piece in tl.range(tl.program_id(0), total, PROGRAMS):
         here = tl.load(piece_size + piece, cache_modifier=FRESH)
-        head = counter // pages
-        page = (counter % pages).to(tl.int64)
+        head = counter % KV_HEADS
+        page = (counter // KV_HEADS).to(tl.int64)
         lane = cache + page * page_stride + head * (PAGE * WIDTH)
         scale_lane = scales + page * scale_stride + head * (PAGE * D // 16)
         k, odd_k = _page_of_head(lane + key_lane, scale_lane + key_scale_lane, PAGE, D, FORMAT, ASM)
@@ -177,7 +177,7 @@ def attend_lists(
             if FORMAT == NVFP4:
                 next_odd_q = _queries_of(query, next_choice, member, WIDTH, WIDTH, GROUP, D, TOP)
             ahead, start, count, later = _next_tile(piece_size, ahead, start, count, later, total, TOKENS, PROGRAMS)
-            later_choice, later_last = _choices_at(entries, lasts, ahead, start, count, of, spare, PAGE, PIECE)
+            later_choice, later_last = _choices_at(entries, ahead, start, count, of, spare, PAGE, PIECE)
             logit = tl.dot(q, tl.trans(k), input_precision="ieee")
             if FORMAT == NVFP4:
                 logit = tl.dot(odd_q, tl.trans(odd_k), logit, input_precision="ieee")
@@ -234,6 +234,6 @@ def combine_parts(
         total *= E2M1_GROW
         column = (d % (D // 2)) * 2 + d // (D // 2)
     if ORDERED:
-        column = (d % (D // 4)) // 2 * 8 + d // (D // 4) * 2 + d % 2
+        total = tl.reshape(tl.permute(tl.reshape(total, [HEADS, D // 32, 4, 4, 2]), (0, 1, 3, 2, 4)), [HEADS, D])
     to = (line.to(tl.int64) * GROUP + member)[:, None] * D + column[None, :]
     tl.store(out + to, total.to(out.dtype.element_ty))

@@ -1,6 +1,7 @@
 """Launches of the Gluon kernels of sparse attention, and what they take.
 
-Gluon is Triton's experimental language and changes between releases, so that only plans that ask for it import this.
+Gluon is Triton's experimental language and changes between releases: under a plan without `hopper_turn` and
+`hopper_attend` nothing imports this.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longturn.kernels.kv_formats import LaneViews
 from longturn.kernels.many_tokens import TILE_TOKENS, ManyTokens
+from longturn.kernels.msa_many_attend_fetch import ROWS
 from longturn.kernels.msa_many_attend_hopper import attend_lists_hopper
-from longturn.kernels.msa_many_scores_hopper import HALF_ROWS, block_scores_hopper
+from longturn.kernels.msa_many_scores_hopper import FEW_ROWS, HALF_ROWS, block_scores_hopper
 from longturn.kernels.pages import KvFormat, PageLayout
 
 _WIDTH = 128
@@ -46,7 +48,7 @@ def scores_fit(index: Tensor, layout: PageLayout) -> bool:
 
 def attend_fits(cache: Tensor, layout: PageLayout, group: int) -> bool:
     """Whether `attend_lists_hopper` takes keys and values of this type and layout, and so many query heads each."""
-    return layout.kv_format == KvFormat.PLAIN and group <= 64 and 64 % group == 0 and _fits(cache, layout)
+    return layout.kv_format == KvFormat.PLAIN and group <= ROWS and ROWS % group == 0 and _fits(cache, layout)
 
 
 def _rows_of(values: Tensor, rows: int) -> TensorDescriptor:
@@ -63,8 +65,8 @@ def launch_scores(
     """`block_scores` of index queries [T, kv_heads, d]; `into` are its last five arguments."""
     tiles = len(step.tiles)
     block_scores_hopper[(programs,)](
-        _rows_of(index_query, HALF_ROWS), _rows_of(lanes.index, layout.page_tokens), step.positions, step.rows,
-        step.page_table, step.page_table.stride(0), step.tiles, tiles,
+        _rows_of(index_query, HALF_ROWS), _rows_of(index_query, FEW_ROWS), _rows_of(lanes.index, layout.page_tokens),
+        step.positions, step.rows, step.page_table, step.page_table.stride(0), step.tiles, tiles,
         lanes.index_stride // _WIDTH, lanes.index_key // _WIDTH, *into,
         KV_HEADS=layout.kv_heads, PAGE=layout.page_tokens, SPAN=triton.next_power_of_2(tiles),
         TOKENS=2 * HALF_ROWS // layout.kv_heads, PROGRAMS=programs, STAGES=stages, TURN=turn, CLEAR=256, num_warps=8,
@@ -73,12 +75,12 @@ def launch_scores(
 
 
 def launch_attend(
-    query: Tensor, lanes: LaneViews, lists: tuple[Any, ...], results: tuple[Any, ...], layout: PageLayout,
-    *, group: int, extents: dict[str, int], more: dict[str, Any],
+    query: Tensor, lanes: LaneViews, lists: tuple[Any, ...], piece_open: Tensor, results: tuple[Any, ...],
+    layout: PageLayout, *, group: int, extents: dict[str, int], more: dict[str, Any],
 ) -> None:  # fmt: skip
     """`attend_lists` of queries [T, q_heads, d], with the arguments and constants that it shares with this kernel."""
     attend_lists_hopper[(extents["PROGRAMS"],)](
-        query, _rows_of(lanes.kv, layout.page_tokens), *lists,
+        query, _rows_of(lanes.kv, layout.page_tokens), *lists[:2], piece_open, *lists[2:4],
         lanes.kv_stride // _WIDTH, lanes.key // _WIDTH, lanes.value // _WIDTH, *results,
-        TOKENS=64 // group, num_warps=4, **extents, **more,
+        TOKENS=ROWS // group, num_warps=4, **extents, **more,
     )  # fmt: skip

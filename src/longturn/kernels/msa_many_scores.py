@@ -116,7 +116,7 @@ def _first_of_best(key, block):
 
 @triton.jit
 def top_blocks(
-    positions, rows, page_table, table_stride, scores, score_stride, selected, ranks, counts, pages,
+    positions, rows, page_table, table_stride, scores, score_stride, selected, ranks, counts,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TOP: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def top_blocks(
     Only the best of each group of blocks is kept in registers. The best of those is chosen, TOP times; its group is
     then read again for the best of what comes after it in the order.
 
-    Each choice also takes its place in the list of its page: `ranks` is its place, `counts` [KV_HEADS, pages] the
+    Each choice also takes its place in the list of its page: `ranks` is its place, `counts` [pages, KV_HEADS] the
     lists' lengths, which must be 0 before. Places come from an atomic count and so differ between runs; results don't,
     since no sum runs along a list.
     """
@@ -159,5 +159,5 @@ def top_blocks(
     tl.store(selected + to, block)
     table = page_table + tl.load(rows + token, cache_modifier=FRESH).to(tl.int64) * table_stride
     page = tl.load(table + block, mask=chosen, other=0, cache_modifier=FRESH)
-    rank = tl.atomic_add(counts + head * pages + page, 1, mask=chosen)
+    rank = tl.atomic_add(counts + page * KV_HEADS + head, 1, mask=chosen, sem="relaxed")
     tl.store(ranks + to, rank, mask=chosen)

@@ -185,12 +185,12 @@ def down_rows(hidden, x, ring, side, bars, sums, program, number, count, R: gl.c
     even = zeros()
     odd = zeros()
     for pair in range(count // 2):
-        even, odd = times_rows(ring, taken(ring, bars, number), operand(side, pair), even, odd)
+        even, odd = times_rows(ring, taken(bars, number), operand(side, pair), even, odd)
         release(bars, number)
         number += 1
     if count % 2 == 1:
         # What lies in place of a second slot reaches columns of `even` that nobody reads.
-        even = mma_v2(rows_tile(ring, taken(ring, bars, number)), operand(side, count // 2), even)
+        even = mma_v2(rows_tile(ring, taken(bars, number)), operand(side, count // 2), even)
         release(bars, number)
     y = sum_rows(sums, 0, even, odd)
     gl.store(to, (old + y).to(gl.bfloat16), mask=mine)

@@ -30,12 +30,14 @@ ROW_BARS = 2 * SLOTS.value + 9
 
 
 @constexpr_function
-def rows_tile():
+def _rows_tile():
+    """A tile of 16 rows of 512 columns as the copy engine leaves it, [8, 16, 64]."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
 @constexpr_function
-def pairs_tile():
+def _pairs_tile():
+    """A tile of 4 rows of a gate and of its up, 1,024 columns, as the copy engine leaves it, [16, 2, 4, 64]."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
@@ -57,7 +59,7 @@ def _slot(bars, number, AHEAD: gl.constexpr):
 @gluon.jit
 def _ask(lines, line, store, tile, bar):
     """Ask for 16 rows of 512 columns, the first at `line`."""
-    to = store.index(tile)._reinterpret(gl.bfloat16, [8, 16, 64], rows_tile())
+    to = store.index(tile)._reinterpret(gl.bfloat16, [8, 16, 64], _rows_tile())
     tma.async_copy_global_to_shared(lines, [line, 0, 0], bar, to)
 
 
@@ -78,7 +80,7 @@ def _pairs(lines, line, ring, bars, number, AHEAD: gl.constexpr):
     bar = bars.index(slot)
     mbarrier.expect(bar, 2 * _BYTES)
     for half in gl.static_range(2):
-        to = ring.index(2 * slot + half)._reinterpret(gl.bfloat16, [16, 2, 4, 64], pairs_tile())
+        to = ring.index(2 * slot + half)._reinterpret(gl.bfloat16, [16, 2, 4, 64], _pairs_tile())
         tma.async_copy_global_to_shared(lines, [line + 16 * half, 0, 0, 0], bar, to)
 
 

@@ -53,8 +53,8 @@ def project_rows(
     token = gl.arange(0, 4, gl.SliceLayout(0, rows_form()))[None, :]
     for part in gl.static_range(3):
         if part < 2:
-            even, odd = times_rows(ring, taken(ring, bars, number + 2 * part), x_0, zeros(), zeros())
-            even, odd = times_rows(ring, taken(ring, bars, number + 2 * part + 1), x_1, even, odd)
+            even, odd = times_rows(ring, taken(bars, number + 2 * part), x_0, zeros(), zeros())
+            even, odd = times_rows(ring, taken(bars, number + 2 * part + 1), x_1, even, odd)
         else:
             mbarrier.wait(bars.index(SIDE_BAR), parity)
             even, odd = times_rows(side, 0, x_0, zeros(), zeros())
@@ -88,7 +88,7 @@ def project_out_rows(attention, x, ring, side, bars, sums, program, number, R: g
     even = zeros()
     odd = zeros()
     for pair in gl.static_range(4):
-        even, odd = times_rows(ring, taken(ring, bars, number + pair), operand(side, pair), even, odd)
+        even, odd = times_rows(ring, taken(bars, number + pair), operand(side, pair), even, odd)
         if pair == 1:
             release(bars, number)
             release(bars, number + 1)

@@ -101,7 +101,7 @@ def zeros():
 
 
 @gluon.jit
-def taken(ring, bars, number):
+def taken(bars, number):
     """Wait for unit `number` of the launch; its first tile."""
     slot = number & (SLOTS - 1)
     mbarrier.wait(bars.index(slot), (number // SLOTS) & 1)
@@ -127,7 +127,7 @@ def times_rows(store, tile, x, even, odd):
 @gluon.jit
 def times_pairs(ring, bars, number, x_0, x_1):
     """The product of a unit, 8 rows of 2,048 columns in two tiles of 1,024, with two operands of tokens."""
-    tile = taken(ring, bars, number)
+    tile = taken(bars, number)
     form: gl.constexpr = gl.DotOperandLayout(0, acc_form(), 2)
     a = ring.index(tile)._reinterpret(gl.bfloat16, [8, 16, 64], tile_pairs()).load(form)
     b = ring.index(tile + 1)._reinterpret(gl.bfloat16, [8, 16, 64], tile_pairs()).load(form)
@@ -165,14 +165,14 @@ def sum_rows(sums, buffer, even, odd):
 
 
 @constexpr_function
-def pairs_summed():
+def _pairs_summed():
     return gl.BlockedLayout([4, 2, 1, 2, 1], [2, 1, 4, 1, 4], [8, 1, 1, 1, 1], [4, 3, 2, 1, 0])
 
 
 @constexpr_function
 def pairs_form():
     """Registers of the results [4 rows, 4 tokens] of `sum_pairs`."""
-    return gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, pairs_summed())))
+    return gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, _pairs_summed())))
 
 
 @gluon.jit
@@ -187,6 +187,6 @@ def sum_pairs(sums, buffer, acc):
     view.store(both)
     gl.thread_barrier()
     part = sums.index(buffer)._reinterpret(gl.float32, [16, 2, 4, 2, 4], flat_shared(5)).slice(0, 8, 0)
-    y = gl.sum(gl.sum(part.load(pairs_summed()), axis=3), axis=0)
+    y = gl.sum(gl.sum(part.load(_pairs_summed()), axis=3), axis=0)
     half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, y.type.layout)))[:, None, None]
     return gl.sum(gl.where(half == 0, y, 0.0), axis=0), gl.sum(gl.where(half == 1, y, 0.0), axis=0)

@@ -7,7 +7,7 @@ threads:
     format  values in a word  what a word holds                                      group
     PLAIN   1                 the weight itself (bf16, or fp32 in tests)
     MXFP8   2                 part j is byte j                                       32
-    NVFP4   4                 part j is the bits of `E2M1_PLACES[j]`                 16
+    NVFP4   4                 part j is the bits of `E2M1_PLACES[j]`, mixed          16
 
 Part j of word c is column `GROUP * (c // w) + w * j + c % w`, with w words a group: a group's words hold its values
 part by part, so a tile of words times a tile of x becomes one product a part, each over consecutive columns of x.
@@ -18,6 +18,8 @@ the activations that quantised weights meet (normalised ones, and SwiGLU's clamp
 An e2m1 code's bits are put where fp16 has its sign, the low bits of its exponent and the top bit of its fraction. Read
 as fp16 that is the value times 2^-14, subnormal codes included, since fp16's subnormals step in the same way. The
 group's factor brings it back: the product has at most six significant bits and is at least 2^-19, so it is exact.
+The sign and the magnitude of parts 2 and 3 need shifts of different lengths. Both shifted words are xored and masked in
+one instruction; bits of the other two parts that come along are cancelled beforehand (`E2M1_MIXED`).
 
 A group's byte is the fp16 factor's own bits: `byte * multiplier + addend` (`SCALE_BITS`). e4m3 needs five exponent bits
 to have no subnormals: scales of 2^-9 to 448 become exponent and fraction (5 and 3 bits) of the scale times 2^5, and a
@@ -54,6 +56,8 @@ GROUP = {WeightFormat.PLAIN: 1, WeightFormat.MXFP8: 32, WeightFormat.NVFP4: 16}
 E2M1_PLACES = ((15, 11, 10, 9), (12, 8, 7, 6), (14, 5, 4, 3), (13, 2, 1, 0))
 """For each part, the bits of a word that hold a code's sign and its three magnitude bits, highest first. Parts 0 and 1
 have the spacing of fp16's bits 15 and 11 to 9, so that one shift and one mask place them; all shifts go left."""
+E2M1_MIXED = ((9, 14), (10, 5), (9, 4), (8, 3), (6, 13), (9, 2), (8, 1), (7, 0))
+"""Pairs of bits: the first, of part 0 or 1, is xored into the second, of part 2 or 3. Doing it again undoes it."""
 NVFP4_ROW = 2.0**9
 """What fp16 products of NVFP4 are too small by: codes by 2^-14, scales too large by 2^5."""
 MXFP8_TOP = 22
@@ -126,6 +130,7 @@ class PackedWeight:
         parts, group = int(self.format), GROUP[self.format]
         word = self.words.to(torch.int32) & 0xFFFF
         if self.format is WeightFormat.NVFP4:
+            word = _mixed(word)
             places = [zip(part, E2M1_PLACES[0], strict=True) for part in E2M1_PLACES]
             bits = [torch.stack([((word >> at) & 1) << to for at, to in part]).sum(0) for part in places]
             values = torch.stack([_int16(b).view(torch.float16) for b in bits], dim=-1).double()
@@ -179,6 +184,14 @@ def _int16(word: Tensor) -> Tensor:
     return torch.where(word >= 1 << 15, word - (1 << 16), word).to(torch.int16)
 
 
+def _mixed(word: Tensor) -> Tensor:
+    """int32 words of 16 bits with the bits of `E2M1_MIXED` xored in."""
+    out = word.clone()
+    for source, target in E2M1_MIXED:
+        out ^= ((word >> source) & 1) << target
+    return out
+
+
 def pack_nvfp4(packed: Tensor, scales: Tensor, factor: Tensor | float) -> PackedWeight:
     """Published NVFP4 as kernels read it.
 
@@ -205,7 +218,7 @@ def pack_nvfp4(packed: Tensor, scales: Tensor, factor: Tensor | float) -> Packed
             word |= ((by_part[..., part] >> bit) & 1) << place
     rows = torch.as_tensor(factor, dtype=torch.float32, device=packed.device).expand(packed.shape[:-1]) * NVFP4_ROW
     rows = torch.where(broken.any(dim=-1), torch.nan, rows)
-    return PackedWeight(WeightFormat.NVFP4, _int16(word), byte.to(torch.uint8), rows.contiguous())
+    return PackedWeight(WeightFormat.NVFP4, _int16(_mixed(word)), byte.to(torch.uint8), rows.contiguous())
 
 
 def pack_mxfp8(values: Tensor, scales: Tensor) -> PackedWeight:

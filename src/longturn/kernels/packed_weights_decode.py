@@ -24,7 +24,8 @@ NVFP4_STEP, NVFP4_BASE = map(tl.constexpr, SCALE_BITS[WeightFormat.NVFP4])
 MXFP8_STEP, MXFP8_BASE = map(tl.constexpr, SCALE_BITS[WeightFormat.MXFP8])
 
 # Two words and the fp16 factor of each are the last two operands. E2M1_PLACES: parts 0 and 1 are one shift away from
-# fp16's places, parts 2 and 3 need one for the sign and one for the rest.
+# fp16's places, parts 2 and 3 need one for the sign and one for the rest. lop3's 0x28 is (a ^ b) & c. No shift is so
+# long that a bit of the lower word gets under the upper one's mask.
 _NVFP4_ASM = tl.constexpr("""{
 .reg .b32 a, b;
 and.b32 a, $4, 0x8e008e00;
@@ -33,16 +34,12 @@ shl.b32 a, $4, 3;
 and.b32 a, a, 0x8e008e00;
 mul.rn.f16x2 $1, a, $5;
 shl.b32 a, $4, 1;
-and.b32 a, a, 0x80008000;
 shl.b32 b, $4, 6;
-and.b32 b, b, 0x0e000e00;
-or.b32 a, a, b;
+lop3.b32 a, a, b, 0x8e008e00, 0x28;
 mul.rn.f16x2 $2, a, $5;
 shl.b32 a, $4, 2;
-and.b32 a, a, 0x80008000;
 shl.b32 b, $4, 9;
-and.b32 b, b, 0x0e000e00;
-or.b32 a, a, b;
+lop3.b32 a, a, b, 0x8e008e00, 0x28;
 mul.rn.f16x2 $3, a, $5;
 }""")
 _MXFP8_ASM = tl.constexpr("""{
@@ -71,19 +68,15 @@ mov.b32 {l, h}, a;
 cvt.f32.f16 $2, l;
 cvt.f32.f16 $3, h;
 shl.b32 a, $8, 1;
-and.b32 a, a, 0x80008000;
 shl.b32 b, $8, 6;
-and.b32 b, b, 0x0e000e00;
-or.b32 a, a, b;
+lop3.b32 a, a, b, 0x8e008e00, 0x28;
 mul.rn.f16x2 a, a, $9;
 mov.b32 {l, h}, a;
 cvt.f32.f16 $4, l;
 cvt.f32.f16 $5, h;
 shl.b32 a, $8, 2;
-and.b32 a, a, 0x80008000;
 shl.b32 b, $8, 9;
-and.b32 b, b, 0x0e000e00;
-or.b32 a, a, b;
+lop3.b32 a, a, b, 0x8e008e00, 0x28;
 mul.rn.f16x2 a, a, $9;
 mov.b32 {l, h}, a;
 cvt.f32.f16 $6, l;
@@ -122,8 +115,8 @@ def _wide(bits, factor):
 @triton.jit
 def _nvfp4_wide(words, factor):
     w = words.to(tl.int32)
-    third = ((w << 1) & 0x8000) | ((w << 6) & 0x0E00)
-    fourth = ((w << 2) & 0x8000) | ((w << 9) & 0x0E00)
+    third = ((w << 1) ^ (w << 6)) & 0x8E00
+    fourth = ((w << 2) ^ (w << 9)) & 0x8E00
     first, second = _wide(w & 0x8E00, factor), _wide((w << 3) & 0x8E00, factor)
     return first, second, _wide(third, factor), _wide(fourth, factor)
 

@@ -63,12 +63,14 @@ _MANY: Mapping[str, tuple[Fields, ...]] = {
         {"copied": True},
         {"copied": False},
     ),
+    # Those of the Triton kernels come last: on a plain bf16 cache they matter only once a plan has left Hopper's.
     "msa_many": (
+        {"hopper_turn": 0},
+        {"hopper_turn": 4},
+        {"hopper_attend": False},
         {"attend_warps": 8},
         {"score_stages": 2},
         {"score_warps": 4},
-        {"hopper_turn": 4},
-        {"hopper_attend": True},
     ),
 }
 _GAIN = 0.01
