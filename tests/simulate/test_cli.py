@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from longturn.cli import simulate_run
 from longturn.cli.main import SIMULATE_VERBS, main
+from longturn.cli.simulate_setup import SimulationPlan
 from longturn.cli.simulate_sweep import winners
 from longturn.report.point import Point, load_point
 from longturn.report.schema import ResultError
 from longturn.simulate.linear import steps_platform_text
-from tests.bench.make_traces import row, session
+from tests.bench.make_traces import row, session, shared
 from tests.simulate.test_linear import PLATFORM
 
 
@@ -158,21 +160,26 @@ def test_published_replays_are_judged_by_configuration_or_by_frontier(tmp_path: 
     published = [(74.2, 69_900), (98.9, 47_500), (157.2, 35_000), (194.9, 22_600), (248.8, 17_100), (265.3, 9_200),
                  (353.4, 5_600), (375.9, 2_900)]  # fmt: skip
     b300 = [point(n + 1, 1.5 * speed, 0.9 * rate) for n, (speed, rate) in enumerate(published)]
-    found = {"m3-b300": b300, "m3-vr": [point(1, 150.0, 100_000)], "m3-gb200": [point(1, 200.0, 40_000)]}
-    results, lines = judged({**found, "m3.1-vr": [point(1, 700.0, 3_000)]}, [])
+    other = [point(n + 1, 1.4 * speed, 1.1 * rate) for n, (speed, rate) in enumerate(published)]
+    third = [point(n + 1, 3.0 * speed, 0.7 * rate) for n, (speed, rate) in enumerate(published)]
+    found = {"m3-b300": [b300, other, third], "m3-vr": [[point(1, 150.0, 100_000)]]}
+    found |= {"m3-gb200": [[point(1, 200.0, 40_000)]], "m3.1-vr": [[point(1, 700.0, 3_000)]]}
+    results, lines = judged(found, [])
     by_name = {one["point"]: one for one in results}
     first = by_name["M3 on B300, AgentX, tp2, 24 trees"]
-    assert first["error"] == pytest.approx(-0.1) and first["error_tok_s_user"] == pytest.approx(0.5)
-    assert (first["low"], first["high"]) == pytest.approx((0.9 * 0.8 * 69_900, 0.9 * 1.25 * 69_900))
-    assert any("mean absolute error 50% of tok/s/user, 10% of tok/s/chip; in the published order" in x for x in lines)
+    assert first["tok_s_chip_error"] == pytest.approx(-0.1) and first["tok_s_user_error"] == pytest.approx(0.5)
+    assert first["tok_s_user_seeds"] == pytest.approx([1.5 * 74.2, 1.4 * 74.2, 3 * 74.2]), "the median counts"
+    ends = first["tok_s_chip_low"], first["tok_s_chip_high"]
+    assert ends == pytest.approx((0.9 * 0.8 * 69_900, 0.9 * 1.25 * 69_900)), "of the first seed"
+    assert any("50% of tok/s/user and 10% of tok/s/chip; 0 and 8 of 8 within 25%; in the published" in x for x in lines)
     ratio = by_name["M3, Vera Rubin over GB200 with TensorRT-LLM's experts, at 150"]
     assert ratio["predicted"] == pytest.approx(2.5) and ratio["high"] == pytest.approx(2.5 * 1.25 / 0.8)
     assert ratio["low"] is None, "slower by a fifth, Vera Rubin does not reach 150"
     fastest = by_name["M3.1-Flash, Vera Rubin, fastest"]
     assert (fastest["predicted"], fastest["low"], fastest["high"]) == pytest.approx((700, 560, 875))
-    swapped = judged({"m3-b300": [b300[1], b300[0], *b300[2:]]}, [])[1]
+    swapped = judged({"m3-b300": [[b300[1], b300[0], *b300[2:]]]}, [])[1]
     assert any("not in the published order" in line for line in swapped)
-    assert any("no figures" in line for line in judged({"m3-b300": [base_without(base), *b300[1:]]}, [])[1])
+    assert any("no figures" in line for line in judged({"m3-b300": [[base_without(base), *b300[1:]]]}, [])[1])
 
 
 def base_without(point: Point) -> Point:
@@ -182,18 +189,6 @@ def base_without(point: Point) -> Point:
     return msgspec.structs.replace(point, metrics=msgspec.structs.replace(point.metrics, interactivity=None))
 
 
-def test_trees_are_counted_by_the_requests_beside_their_root_agent(trace: str) -> None:
-    from longturn.bench.traces.load import load_traces
-    from longturn.cli.simulate_replays import matched_trees
-    from longturn.simulate.published_data import groups
-
-    (group,) = (one for one in groups("agentx") if one.name == "M3 on B300, AgentX")
-    trees = load_traces([Path(trace)])
-    requests, roots = (sum(1 for tree in trees for _ in tree.requests()), sum(len(t.root.requests) for t in trees))
-    found = matched_trees(group, trees)
-    assert found == [max(1, round(n * 99 / 57 * roots / requests)) for n in (24, 30, 20, 15, 10, 5, 1, 1)]
-
-
 def test_a_published_replay_is_run_in_its_configurations(
     monkeypatch: pytest.MonkeyPatch, trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,15 +196,40 @@ def test_a_published_replay_is_run_in_its_configurations(
     from longturn.cli import simulate_replays
 
     case = simulate_replays.CASES["m3-b300"]
-    at = case.words.index("--median-input")
-    words = (*case.words[:at], *case.words[at + 4 :], "--preset", "quick")
+    at = case.words.index("--like")
+    words = (*case.words[:at], *case.words[at + 2 :], "--preset", "quick")
     monkeypatch.setattr(simulate_replays, "CASES", {"m3-b300": dataclasses.replace(case, words=words)})
-    more = ["--case", "m3-b300", "--duration", "60", "--platform", "b200", "--json"]
-    assert main(["simulate", "validate", "--agentx", trace, *more]) == 0
-    found = json.loads(capsys.readouterr().out)["agentx"]
+    asked: list[tuple[str, str]] = []
+    run_points = simulate_run.run_points
+
+    def counting(plan: SimulationPlan, **more: Any) -> list[Point]:
+        asked.append((plan.args.layout, plan.args.concurrency))
+        assert plan.args.sets[-1] == "scheduler.chunk_tokens=512" and plan.seed in (42, 43)
+        return run_points(plan, **more)
+
+    monkeypatch.setattr(simulate_run, "run_points", counting)
+    more = ["--case", "m3-b300", "--duration", "60", "--platform", "b200", "--seeds", "2"]
+    assert main(["simulate", "validate", "--agentx", trace, *more, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    found = shown["agentx"]
+    assert asked == [("tp2", "24"), ("tp4", "30"), ("tp4", "1,5,10,15,20"), ("tp8", "1")] * 2
     assert [one["point"].split(", ")[-2:] for one in found][:3] == [["tp2", "24 trees"], ["tp4", "30 trees"],
                                                                     ["tp4", "20 trees"]]  # fmt: skip
-    assert [one["simulated_trees"] for one in found] == [42, 52, 35, 26, 17, 9, 2, 2], "all requests are a root agent's"
+    assert all(len(one["tok_s_user_seeds"]) == 2 for one in found) and shown["agentx_sessions"]["turns_mean"] > 1
+    assert main(["simulate", "validate", "--agentx", trace, *more]) == 0
+    text = capsys.readouterr().out
+    assert "sessions as those of AgentX sessions cc-traces-weka-062126" in text and "2 seeds" in text
+
+
+def test_sessions_like_a_corpus(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown 'x'" in refused(capsys, "simulate", "--traces", trace, "--like", "x")
+    both = ["--like", "agentx-062126", "--median-input", "5"]
+    assert "--like settles" in refused(capsys, "simulate", "--traces", trace, *both)
+    donors = [str(shared("weka") / f"trace_{number}.json.gz") for number in ("0254", "0184", "0291", "0054")]
+    more = ["--concurrency", "1", "--preset", "quick", "--duration", "60", "--no-band", "--out", str(tmp_path)]
+    assert main(["simulate", "--traces", *donors, "--like", "agentx-062126", *more, "--layout", "tp4"]) == 0
+    point = load_point(next(tmp_path.glob("*.json")))
+    assert "--like agentx-062126" in point.command and point.metrics.requests > 0
 
 
 def test_what_if_stands_beside_amdahl(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +266,7 @@ def test_validate_lists_what_it_does_not_predict(capsys: pytest.CaptureFixture[s
 def test_validate_shows_our_own_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "validate", "--platform", "h200", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {one["kind"] for one in found["own"]} == {"decode", "turn", "mixed", "prefill"}
+    assert {one["kind"] for one in found["own"]} == {"decode", "turn", "mixed", "prefill", "layer"}
     assert found["own_sessions"] == []
     assert main(["simulate", "validate", "--platform", "h200"]) == 0
     assert "our own runs" in capsys.readouterr().out

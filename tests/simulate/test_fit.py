@@ -11,10 +11,13 @@ import pytest
 from longturn.errors import ConfigError
 from longturn.simulate.calibration import KernelFamily
 from longturn.simulate.cost.formulas import experts_ns
+from longturn.simulate.cost.options import CostOptions
+from longturn.simulate.cost.routing import UNIFORM
+from longturn.simulate.cost.step import step_shape
 from longturn.simulate.fit.attention import fit_attention
 from longturn.simulate.fit.emit import MARKER, write_calibration
 from longturn.simulate.fit.experts import HOPPER_KERNELS, ExpertRows, fit_experts, fit_uneven
-from longturn.simulate.fit.measured import MeasuredStep, fit_measured
+from longturn.simulate.fit.measured import MeasuredStep, fit_measured, steps_predicted
 from longturn.simulate.fit.rubin import fit_rubin_experts
 from longturn.simulate.fit.run import fit_platforms
 from longturn.simulate.fit.solver import solve
@@ -24,7 +27,7 @@ from longturn.simulate.layout import parse_layout
 from longturn.simulate.platform import load_platform, load_spec, platform_names, platform_path
 from longturn.simulate.published_data import Group, groups
 from longturn.simulate.shapes import load_shape
-from tests.simulate.helpers import cost
+from tests.simulate.helpers import EXACT, NO_HOST, cost
 
 TABLES = Path(__file__).parents[3] / "shared" / "calibration"
 
@@ -143,11 +146,12 @@ def test_a_file_without_the_marker_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_measured_steps_are_reproduced() -> None:
-    """Steps that a known family would take: the fit must predict others of it, not only those."""
+    """Steps that a known family would take: the fit must predict others of it, not only those. What is measured has
+    random weights, which choose experts evenly."""
     chips = load_platform("h200")
-    truth = cost("h200", "m3-slice8", "tp1", "bf16")
+    even = CostOptions(host=NO_HOST, graphs=EXACT, routing=UNIFORM)
+    truth = cost("h200", "m3-slice8", "tp1", "bf16", even)
     shape, layout = load_shape("m3-slice8"), parse_layout("tp1")
-    from longturn.simulate.cost.step import step_shape
 
     def steps(grid: list[tuple[int, int]]) -> list[MeasuredStep]:
         made = [step_shape([context] * rows, attend_limit=shape.attend_limit) for rows, context in grid]
@@ -158,8 +162,41 @@ def test_measured_steps_are_reproduced() -> None:
     found = fit_measured(chips, base, "mine", formats_named("bf16"), seen, "here", "today", base.small_kernel_ns)
     mine = dataclasses.replace(chips, families={"mine": found}, default_family="mine")
     for measured in steps([(4, 16384), (16, 65536), (24, 10000)]):
-        predicted = cost(mine, "m3-slice8", "tp1", "bf16").breakdown(measured.step).device_ns
+        predicted = cost(mine, "m3-slice8", "tp1", "bf16", even).breakdown(measured.step).device_ns
         assert predicted == pytest.approx(measured.ns, rel=0.05)
+
+
+def test_few_rows_bring_back_a_launch_of_their_own() -> None:
+    """One row, some rows, and the chain of kernels that takes more: each has its fixed time and its stream."""
+    chips = load_platform("h200")
+    ours, formats, layout, shape = (
+        chips.families["longturn"],
+        formats_named("bf16"),
+        parse_layout("tp1"),
+        load_shape("m3-mini60"),
+    )
+    known = dataclasses.replace(
+        ours.attention["bf16-bf16"], decode_fixed_ns=25e3, index_stream=0.7, lone_fixed_ns=6e3, lone_index_stream=0.4,
+        few_fixed_ns=12e3, few_index_stream=0.55,
+    )  # fmt: skip
+    truth = dataclasses.replace(ours, attention={"bf16-bf16": known})
+
+    def steps(grid: list[tuple[int, int]], lone: bool) -> list[MeasuredStep]:
+        made = [step_shape([context] * rows, attend_limit=shape.attend_limit) for rows, context in grid]
+        empty = [MeasuredStep(shape, layout, step, 1.0, lone) for step in made]
+        times = steps_predicted(chips, truth, formats, empty)
+        return [dataclasses.replace(one, ns=float(ns)) for one, ns in zip(empty, times, strict=True)]
+
+    one, few = [(1, 4096), (1, 65_536), (1, 131_072)], [(2, 4096), (2, 131_072), (4, 4096), (4, 32_768), (4, 131_072)]
+    seen = steps([*one, *few, (8, 32_768), (16, 8192), (32, 8192), (32, 65_536)], True) + steps(few, False)
+    found = fit_measured(chips, ours, "mine", formats, seen, "here", "today", ours.small_kernel_ns)
+    unseen = steps([(1, 200_000), (2, 65_536), (3, 100_000), (6, 50_000)], True) + steps([(2, 50_000)], False)
+    assert steps_predicted(chips, found, formats, unseen) == pytest.approx([step.ns for step in unseen], rel=0.01)
+    before = steps_predicted(chips, ours, formats, unseen) / np.array([step.ns for step in unseen])
+    assert min(before) < 0.95, "the kernels differ by more than the fit is off"
+    mine = found.attention["bf16-bf16"]
+    assert mine.lone_index_stream == pytest.approx(0.4, rel=0.05)
+    assert mine.few_index_stream == pytest.approx(0.55, rel=0.05)
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:

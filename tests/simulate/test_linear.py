@@ -20,7 +20,7 @@ from longturn.simulate.linear import (
     load_steps_platform,
     steps_platform_text,
 )
-from longturn.simulate.linear_fit import TimedRequest, TimedStep, fit_request_ns, fit_steps
+from longturn.simulate.linear_fit import TimedRequest, TimedStep, fit_request_ns, fit_run, fit_steps
 from longturn.simulate.runner import simulate
 from tests.simulate.sessions import run, tree
 
@@ -80,6 +80,30 @@ def test_what_a_request_waits_beside_its_steps() -> None:
     assert fit_request_ns(CONSTANTS, [TimedRequest(0, 100, 1.0)], 256) == 0.0
     with pytest.raises(ConfigError):
         fit_request_ns(CONSTANTS, [], 256)
+
+
+def test_what_a_run_adds_joins_the_band_and_nothing_else() -> None:
+    model = LinearModel(CONSTANTS)
+
+    def request(prompt: int, output: int, factor: float) -> TimedRequest:
+        each = model.step_ns(StepShape(rows=1, row_tokens=1, context_tokens=prompt + output // 2, samples=1))
+        return TimedRequest(0, prompt, 1e6, output, factor * each * (output - 1))
+
+    seen = [request(100, 40, 1.08), request(900, 7, 1.08), request(3000, 200, 5.0), request(10, 1, 1.0)]
+    assert fit_run(CONSTANTS, seen) == pytest.approx(0.08, rel=1e-3), "the median, of those with two tokens"
+    assert fit_run(CONSTANTS, [request(100, 40, 0.9)]) == pytest.approx(0.1, rel=1e-3)
+    with pytest.raises(ConfigError, match="no measured request has two tokens"):
+        fit_run(CONSTANTS, [request(10, 1, 1.0)])
+    longer = LinearModel(dataclasses.replace(CONSTANTS, run=0.08))
+    for step in steps():
+        assert longer.band(step) == pytest.approx(model.band(step) + 0.08)
+        assert longer.step_ns(step) == model.step_ns(step)
+
+
+def test_a_file_without_the_optional_constant_reads_as_one_without_runs(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(steps_platform_text(PLATFORM).replace("run = 0.0\n", ""))
+    assert load_steps_platform(path).constants.run == 0.0
 
 
 def test_the_file_holds_the_platform(tmp_path: Path) -> None:

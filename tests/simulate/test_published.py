@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from longturn.simulate.cost.options import KERNELS, CostOptions
-from longturn.simulate.cost.step import step_shape
+from longturn.simulate.cost.step import StepShape, step_shape
 from longturn.simulate.published import (
+    COOL_NS,
     Comparison,
     compare,
     fixed_length_tpot_ns,
     mean_absolute_error,
     not_modelled,
+    prefill_steps,
     report_lines,
+    steps_ns,
+    sustained,
 )
 from longturn.simulate.published_data import OWN_RUNS, groups
 from tests.simulate.helpers import cost
@@ -108,6 +114,39 @@ def test_the_closed_form_against_stepping_through_it(requests: int, inputs: int)
     assert expected == pytest.approx(sum(seen) / len(seen), rel=0.06)
 
 
+@pytest.mark.parametrize(("tokens", "prompts", "together"), [(4096, 1, 1), (4096, 5, 2), (8192, 3, 1), (20_000, 2, 1)])
+def test_cold_prompts_are_computed_once_and_share_steps_only_with_others(
+    tokens: int, prompts: int, together: int
+) -> None:
+    steps = prefill_steps(tokens, 8192, prompts)
+    assert sum(step.chunk_tokens for step in steps) == tokens * prompts
+    assert max(len(step.chunks) for step in steps) == min(together, prompts)
+    assert all(step.chunk_tokens <= 8192 and step.samples == len(step.chunks) for step in steps)
+
+
+def test_a_chip_at_its_power_limit_computes_slower_and_streams_as_before() -> None:
+    model = cost("h200", "m3-slice8", "tp1", "bf16", CostOptions(family="vllm-0.24"))
+    hot = sustained(model)
+    chunk, decode = StepShape(chunks=((0, 8192),), samples=1), step_shape([131_072], attend_limit=2048)
+    assert model.step_ns(chunk) < hot.step_ns(chunk) < model.step_ns(chunk) / 0.9
+    assert hot.step_ns(decode) == pytest.approx(model.step_ns(decode), rel=0.01)
+    # The first 0.1 s are not yet slow, all after them are.
+    count = math.ceil(COOL_NS / model.step_ns(chunk))
+    cool, _ = steps_ns(model, [chunk] * count)
+    assert cool == count * model.step_ns(chunk)
+    assert steps_ns(model, [chunk] * (count + 2))[0] == pytest.approx(cool + 2 * hot.step_ns(chunk), abs=1)
+    other = cost("b200", "m3", "tp8", "nvfp4")
+    assert sustained(other) is other, "no such figure is known of other chips"
+
+
+def test_how_often_bands_hold_is_said(points: tuple[Comparison, ...]) -> None:
+    lines = report_lines(points)
+    for platform in ("h200", "vr-nvl72"):
+        mine = [point for point in points if point.judged and point.platform == platform]
+        inside = sum(abs(point.predicted - point.published) <= point.band * point.published for point in mine)
+        assert f"{platform}: {inside} of {len(mine)} judged figures within their band" in lines
+
+
 def test_concurrency_one_is_the_decode_step_alone() -> None:
     model = cost("h200", "m3", "tp8", "mxfp8", CostOptions(family="vllm-0.24"))
     ns, band = fixed_length_tpot_ns(model, 1, 1024, 1024, 8192)
@@ -116,4 +155,4 @@ def test_concurrency_one_is_the_decode_step_alone() -> None:
 
 
 def test_kernels_have_names_once() -> None:
-    assert len(set(KERNELS)) == len(KERNELS) == 14
+    assert len(set(KERNELS)) == len(KERNELS) == 15

@@ -95,8 +95,8 @@ def make_point(setting: Setting, trees: Sequence[SessionTree], measured: Measure
     figures = measured_figures(point_metrics(records, chips=chips), jobs, hit)
     if hit is not None and figures.hit_rate is not None and figures.hit_rate > hit + _HIT_SLACK:
         reasons.append(
-            f"shared_system_prompts: {figures.hit_rate:.1%} of input was cached, one session alone allows {hit:.1%}: "
-            "replays of a session share its system prompt, as the rules have it"
+            f"shared_system_prompts: {100 * figures.hit_rate:.1f} % of input was cached, one session alone allows "
+            f"{100 * hit:.1f} %: replays of a session share its system prompt, as the rules have it"
         )
     return Point(
         configuration=setting.configuration,

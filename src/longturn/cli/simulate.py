@@ -15,6 +15,7 @@ from longturn.cli.agentx import PRESET_NAMES, concurrency
 from longturn.cli.options import check_number
 from longturn.errors import ConfigError
 from longturn.simulate.acceptance import RULES
+from longturn.simulate.corpus import corpus_named
 
 if TYPE_CHECKING:
     from longturn.report.point import Point
@@ -139,6 +140,9 @@ def add_load(parser: argparse.ArgumentParser, *, concurrency_default: str) -> No
         "--median-input", type=int, metavar="N", help="stretch prompts until their median is N tokens [as recorded]"
     )
     load.add_argument("--median-output", type=int, metavar="N", help="the same for answers [as recorded]")
+    load.add_argument(
+        "--like", metavar="NAME", help="join, stretch and give subagents until sessions are like those of agentx-062126"
+    )
     load.add_argument("--no-split", action="store_true", help="look for no agents in flattened captures")
     load.add_argument("--derive-system", action="store_true", help="find system prompts that captures do not declare")
 
@@ -208,6 +212,10 @@ def check_target(args: argparse.Namespace) -> None:
         check_number("--request-ms", args.request_ms, 0)
     if args.max_context is not None:
         check_number("--max-context", args.max_context, 2)
+    if args.like is not None:
+        corpus_named(args.like)
+        if args.median_input is not None or args.median_output is not None:
+            raise ConfigError("--like settles how long prompts and answers are: no --median-input or --median-output")
 
 
 def _slug(name: str) -> str:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="points of `bench agentx --concurrency 1`: what requests wait beside their steps",
+        help="points of `bench agentx --concurrency 1`: what requests wait beside their steps, and what runs add",
     )
 
 
@@ -79,12 +79,18 @@ def _fit_bench(args: argparse.Namespace) -> int:
     if args.save is None or args.platform is None:
         raise ConfigError("--bench needs --platform NAME, of the card, and --save FILE")
     steps = bench_steps([Path(name) for name in args.bench])
-    text, residual = fitted_platform(args.platform, steps, datetime.now(UTC).strftime("%Y-%m-%d"))
-    write_whole(Path(args.save), text.encode())
+    fitted = fitted_platform(args.platform, steps, datetime.now(UTC).strftime("%Y-%m-%d"))
+    write_whole(Path(args.save), fitted.text.encode())
+    decode, chunks = fitted.decode, fitted.chunks
     if args.json:
-        print(json.dumps({"platform": args.save, **dataclasses.asdict(residual)}))
+        with_chunks = None if chunks is None else dataclasses.asdict(chunks)
+        print(json.dumps({"platform": args.save, **dataclasses.asdict(decode), "chunks": with_chunks}))
     else:
-        print(f"{residual.points} decode steps: {residual.rms:.1%} rms, {residual.worst:.0%} worst")
+        print(f"{decode.points} decode steps: {decode.rms:.1%} rms, {decode.worst:.0%} worst")
+        if chunks is None:
+            print(f"{len(steps.chunks)} turns, mixed steps and prompts are too few: constants of chunks are borrowed")
+        else:
+            print(f"{chunks.points} turns, mixed steps and prompts: {chunks.rms:.1%} rms, {chunks.worst:.0%} worst")
         print(f"platform: {args.save}")
     return 0
 
@@ -100,7 +106,7 @@ def _fit_here(args: argparse.Namespace) -> int:
     from longturn.cli.simulate_setup import settings_of
     from longturn.report.schema import write_whole
     from longturn.simulate.linear import ServedModel, StepsPlatform, steps_platform_text
-    from longturn.simulate.linear_fit import fit_request_ns, fit_steps
+    from longturn.simulate.linear_fit import fit_request_ns, fit_run, fit_steps
     from longturn.source import resolve_source
 
     config = config_from_args(argparse.Namespace(config=args.config, model_dir=args.model, sets=args.sets))
@@ -110,7 +116,8 @@ def _fit_here(args: argparse.Namespace) -> int:
     constants = fit_steps(measured.steps, measured.host_ns)
     if requests:
         waited = fit_request_ns(constants, requests, config.scheduler.step_tokens)
-        constants = dataclasses.replace(constants, request_ns=float(f"{waited:.6g}"))
+        run = fit_run(constants, requests)
+        constants = dataclasses.replace(constants, request_ns=float(f"{waited:.6g}"), run=float(f"{run:.3g}"))
     served = settings_of([text for text in args.sets if text.startswith(("scheduler.", "cache."))])
     settings = {name: value for name, value in served.items() if name not in ("cache.memory_bytes", "cache.dtype")}
     platform: StepsPlatform = StepsPlatform(
@@ -138,6 +145,8 @@ def _fit_here(args: argparse.Namespace) -> int:
         print(json.dumps({"platform": args.measure, **told}))
     else:
         print(f"{len(measured.steps)} steps: {constants.rms:.1%} rms, {constants.worst:.0%} worst")
+        if requests:
+            print(f"{len(requests)} requests of runs: tokens {constants.run:.1%} off such steps, which joins the band")
         print(f"platform: {args.measure}")
     return 0
 
@@ -153,7 +162,13 @@ def _requests(paths: list[Path]) -> list[TimedRequest]:
         if point.source != "measured" or point.concurrency != 1 or point.timeline is None:
             raise ConfigError(f"{path}: --points takes measured points of concurrency 1 with a timeline")
         found += [
-            TimedRequest(one.cached_tokens or 0, one.prompt_tokens, (one.first_ms - one.start_ms) * 1e6)
+            TimedRequest(
+                one.cached_tokens or 0,
+                one.prompt_tokens,
+                (one.first_ms - one.start_ms) * 1e6,
+                one.output_tokens or 0,
+                (one.end_ms - one.first_ms) * 1e6,
+            )
             for one in point.timeline.requests
             if one.first_ms is not None and one.prompt_tokens is not None
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,18 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from longturn.bench.frontier import Frontier
-    from longturn.bench.traces.tree import SessionTree
-    from longturn.cli.simulate_setup import SimulationPlan
+    from longturn.cli.simulate_setup import Sessions, SimulationPlan
     from longturn.report.point import Point
     from longturn.simulate.published_data import Group
 
 _RECIPE = (
     "--formats", "nvfp4",
     "--no-band",
-    # As published of the official sessions (vLLM blog, 2026-09-08; base build's longest prompt).
-    "--median-input", "142016",
-    "--median-output", "444",
-    "--max-context", "990016",
+    "--like", "agentx-062126",
     # As published recipes have it: chunks as large as the budget, first come first served, synthetic acceptance.
     "--set", "scheduler.step_tokens=16384",
     "--set", "scheduler.target_itl_ms=0",
@@ -32,6 +29,8 @@ _RECIPE = (
 _M3 = (*_RECIPE, "--model", "m3", "--drafter", "eagle3-gqa-m3:3")
 _M31 = (*_RECIPE, "--model", "m3.1-flash", "--drafter", "dspark-m3.1-flash:7")
 _TRTLLM = ("--kernels", "vllm-0.24-trtllm")
+_CHUNKS = ("--set", "scheduler.chunk_tokens=512")
+"""`--long-prefill-token-threshold 512` of the recipe for M3 on B300."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,99 +47,134 @@ class Case:
 
 CASES: Mapping[str, Case] = MappingProxyType(
     {
-        "m3-b300": Case((*_M3, *_TRTLLM, "--platform", "b300"), published="M3 on B300, AgentX"),
-        "m3-gb200": Case((*_M3, *_TRTLLM, "--platform", "gb200"), (("tp4,ep4", 200, "8,16,24,32,48"),)),
-        "m3-gb200-cutlass": Case((*_M3, "--platform", "gb200"), (("tp4,ep4", 200, "8,16,24,32,48"),)),
+        "m3-b300": Case((*_M3, *_TRTLLM, *_CHUNKS, "--platform", "b300"), published="M3 on B300, AgentX"),
+        "m3-gb200": Case((*_M3, *_TRTLLM, "--platform", "gb200"), (("tp4,ep4", 200, "8,16,24,32"),)),
+        "m3-gb200-cutlass": Case((*_M3, "--platform", "gb200"), (("tp4,ep4", 200, "2,4,8,16"),)),
         "m3-vr": Case((*_M3, "--platform", "vr-nvl72"), (("tp2,tp4,ep4", 375, "16,32,48,64,96"),)),
         "m3.1-gb300": Case((*_M31, *_TRTLLM, "--platform", "gb300"), (("tp4,ep4", 200, "1"),)),
         "m3.1-vr": Case(
             (*_M31, "--platform", "vr-nvl72"),
-            (("tp4,ep4,tp8,tp16", 375, "1"), ("tp2,tp4,ep4,dep4", 375, "32,64,128")),
+            (("tp4,ep4,tp8,tp16", 375, "1"), ("tp2,tp4,ep4,dep4", 375, "32,48,64,96")),
         ),
     }
 )
 """Layouts of the published recipes where they are known, and loads from one session on. What others left unsaid is the
 simulation's choice, the best of these at each interactivity."""
 
+_CLOSE = 0.25
+_COLUMNS = (
+    ("", 18), ("tok/s/user", 10), ("seeds", 11), ("published", 9), ("error", 6), ("band", 11),
+    ("tok/s/chip", 11), ("seeds", 17), ("published", 9), ("error", 6), ("band", 17),
+)  # fmt: skip
 End = Literal["nominal", "slow", "fast"]
 """As the model has it, or with all steps longer or shorter by their uncertainty."""
 
 
-def replays(args: argparse.Namespace, cases: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Simulate some cases: what `judged` makes of them."""
+@dataclass(frozen=True, slots=True)
+class Replays:
+    """What came of some cases."""
+
+    results: list[dict[str, Any]]
+    """As `judged` makes them."""
+    lines: list[str]
+    """For people."""
+    sessions: dict[str, float]
+    """What was replayed, as corpora are described."""
+
+
+def replays(args: argparse.Namespace, cases: Sequence[str]) -> Replays:
+    """Simulate some cases. Those with a configuration for each point are simulated with several seeds."""
     from longturn.cli.simulate_point import points_text
 
-    found: dict[str, list[Point]] = {}
+    found: dict[str, list[list[Point]]] = {}
     lines: list[str] = []
+    load = _Load(args)
     for name in cases:
         left_out: list[str] = []
-        found[name] = _simulated(args, CASES[name], left_out)
+        case = CASES[name]
+        seeds = load.seeds if case.published else load.seeds[:1]
+        found[name] = [_simulated(load, case, seed, left_out) for seed in seeds]
         lines += [f"left out: {line}" for line in left_out]
-        lines += [points_text(found[name]), ""] if args.lines else []
-    return judged(found, lines)
+        lines += [points_text([point for points in found[name] for point in points]), ""] if args.lines else []
+    described, about = load.about()
+    results, lines = judged(found, [*lines, *about, ""])
+    return Replays(results, lines, described)
 
 
-def _simulated(args: argparse.Namespace, case: Case, left_out: list[str]) -> list[Point]:
+class _Load:
+    """Sessions of each seed, which are made once, and parsed arguments."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from longturn.bench.presets import rules_of
+
+        self.args = args
+        usual = rules_of("agentx").seed
+        assert usual is not None, "the preset of published replays has a seed"
+        self.seeds = [usual + more for more in range(args.seeds)]
+        self._sessions: dict[int, Sessions] = {}
+
+    def plan(self, case: Case, run: tuple[str, int, str], seed: int) -> SimulationPlan:
+        """Of one layout, host memory and some loads."""
+        from longturn.cli import simulate
+        from longturn.cli.main import Parser
+        from longturn.cli.simulate_setup import plan_simulation, sessions_of
+
+        layouts, host_gb, loads = run
+        parser = Parser()
+        simulate.add_arguments(parser)
+        words = [*case.words, "--layout", layouts, "--host-memory", str(host_gb), "--concurrency", loads]
+        words += ["--traces", *self.args.agentx, "--duration", f"{self.args.duration:g}", "--seed", str(seed)]
+        parsed = parser.parse_args(words)
+        parsed.no_band = not self.args.band or seed != self.seeds[0]
+        parsed.frontier_bands = not case.published
+        if seed not in self._sessions:
+            self._sessions[seed] = sessions_of(parsed)
+        return plan_simulation(parsed, self._sessions[seed])
+
+    def about(self) -> tuple[dict[str, float], list[str]]:
+        """What the first seed's sessions are like: for a program, and beside the corpus for people."""
+        from longturn.simulate.corpus import comparison_lines, corpus_named, described
+
+        found = described(self._sessions[self.seeds[0]][0])
+        name = _RECIPE[_RECIPE.index("--like") + 1]
+        return found, comparison_lines(found, corpus_named(name))
+
+
+def _simulated(load: _Load, case: Case, seed: int, left_out: list[str]) -> list[Point]:
     """The points of a case; where a group states configurations, one for each of its points, in its order."""
     from longturn.cli.simulate_run import run_points
     from longturn.simulate.published_data import groups
 
+    jobs = load.args.jobs
     if not case.published:
-        plans = [_plan(args, case, run) for run in case.runs]
-        return [point for plan in plans for point in run_points(plan, jobs=args.jobs, left_out=left_out)]
+        plans = [load.plan(case, run, seed) for run in case.runs]
+        return [point for plan in plans for point in run_points(plan, jobs=jobs, left_out=left_out)]
     (group,) = (group for group in groups("agentx") if group.name == case.published)
-    hosts = [int(value) for value in group.numbers("host_gb")]
-    trees = matched_trees(group, _plan(args, case, (group.texts("layout")[0], hosts[0], "1")).trees)
-    wanted = list(zip(group.texts("layout"), hosts, trees, strict=True))
+    counts = ([int(value) for value in group.numbers(key)] for key in ("host_gb", "trees"))
+    wanted = list(zip(group.texts("layout"), *counts, strict=True))
     by_run: dict[tuple[str, int, int], Point] = {}
     for layout, host_gb in dict.fromkeys((layout, host_gb) for layout, host_gb, _ in wanted):
         loads = sorted({count for *where, count in wanted if where == [layout, host_gb]})
-        points = run_points(_plan(args, case, (layout, host_gb, ",".join(map(str, loads)))), jobs=args.jobs)
+        points = run_points(load.plan(case, (layout, host_gb, ",".join(map(str, loads))), seed), jobs=jobs)
         by_run |= {(layout, host_gb, point.concurrency): point for point in points}
     return [by_run[key] for key in wanted]
 
 
-def _plan(args: argparse.Namespace, case: Case, run: tuple[str, int, str]) -> SimulationPlan:
-    from longturn.cli import simulate
-    from longturn.cli.main import Parser
-    from longturn.cli.simulate_setup import plan_simulation
-
-    layouts, host_gb, loads = run
-    parser = Parser()
-    simulate.add_arguments(parser)
-    words = [*case.words, "--layout", layouts, "--host-memory", str(host_gb), "--concurrency", loads]
-    words += ["--traces", *args.agentx, "--duration", f"{args.duration:g}"]
-    parsed = parser.parse_args(words)
-    parsed.no_band, parsed.frontier_bands = not args.band, not case.published
-    return plan_simulation(parsed)
-
-
-def matched_trees(group: Group, trees: Sequence[SessionTree]) -> list[int]:
-    """Trees of these sessions that ask for as much as a group's.
-
-    A session's subagents work beside it, so that a tree with more of them is more load: trees are counted by requests
-    to each request of a root agent, which is known of the official sessions.
-    """
-    requests = sum(1 for tree in trees for _ in tree.requests())
-    roots = sum(len(tree.root.requests) for tree in trees)
-    factor = float(group.values["requests_a_root"]) / (requests / roots)
-    return [max(1, round(count * factor)) for count in group.numbers("trees")]
-
-
-def judged(found: dict[str, list[Point]], lines: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+def judged(found: dict[str, list[list[Point]]], lines: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """Simulated points of some cases beside what is published: for a program, and as lines for people.
 
     Args:
-        found: by case; of one with a published configuration for each point, as many in the same order.
+        found: by case, for each seed; of a case with a published configuration for each point, as many in the same
+            order. Of others the first seed counts.
         lines: come first.
     """
     from longturn.simulate.published_data import groups
 
     published = {group.name: group for group in groups("agentx")}
     results: list[dict[str, Any]] = []
-    for name, points in found.items():
+    for name, seeds in found.items():
         if CASES[name].published:
-            _configured(published[CASES[name].published], points, results, lines)
+            _configured(published[CASES[name].published], seeds, results, lines)
     if any(not CASES[name].published for name in found):
         lines.append("by frontier: the best simulated configuration at an interactivity")
     m31 = published["M3.1-Flash on GB300 and Vera Rubin, AgentX"]
@@ -157,78 +191,67 @@ def judged(found: dict[str, list[Point]], lines: list[str]) -> tuple[list[dict[s
 
     for name, label in (("m3-gb200", "TensorRT-LLM's experts"), ("m3-gb200-cutlass", "CUTLASS's experts")):
         if "m3-vr" in found and name in found:
-            rubin, blackwell = (_ends(lambda line: _at(line, 150.0), found[key]) for key in ("m3-vr", name))
+            rubin, blackwell = (_ends(lambda line: _at(line, 150.0), found[key][0]) for key in ("m3-vr", name))
             # Both may err in opposite directions: constants of one chip are not those of the other.
             pairs = zip(rubin, (blackwell[0], blackwell[2], blackwell[1]), strict=True)
             ends = [None if above is None or below is None else above / below for above, below in pairs]
             tell(f"M3, Vera Rubin over GB200 with {label}, at 150", ends, ratio, "times")
     for name, label in (("m3.1-gb300", "GB300"), ("m3.1-vr", "Vera Rubin")):
         if name in found:
-            ends = _ends(lambda line: line.range[1], found[name])
+            ends = _ends(lambda line: line.range[1], found[name][0])
             tell(f"M3.1-Flash, {label}, fastest", ends, float(m31.values["fastest"][label]), "tok/s/user")
     if "m3.1-vr" in found:
         for speed, value in zip(m31.numbers("p90_tokens_s_user"), m31.numbers("tokens_gpu_s"), strict=True):
-            ends = _ends(functools.partial(_at, speed=speed), found["m3.1-vr"])
+            ends = _ends(functools.partial(_at, speed=speed), found["m3.1-vr"][0])
             tell(f"M3.1-Flash, Vera Rubin, at {speed:g} tok/s/user", ends, value, "tok/s/chip")
     return results, lines
 
 
-def _configured(group: Group, points: Sequence[Point], results: list[dict[str, Any]], lines: list[str]) -> None:
-    """Each published point beside the run of its own configuration."""
+def _configured(
+    group: Group, seeds: Sequence[Sequence[Point]], results: list[dict[str, Any]], lines: list[str]
+) -> None:
+    """Each published point beside the runs of its own configuration: their median, and what seeds make of it."""
     from longturn.cli.simulate_run import figures_pair
 
-    lines.append(f"{group.name}: each point in its own configuration (trees here: {matched_text(group, points)})")
-    lines.append(f"  {'':<18} {'tok/s/user':>10} {'published':>10} {'error':>7} {'band':>13}"
-                 f"  {'tok/s/chip':>10} {'published':>10} {'error':>7} {'band':>17}")  # fmt: skip
+    count = len(seeds)
+    lines.append(f"{group.name}: each point in its own configuration, {count} seed{'s' if count > 1 else ''}")
+    lines.append("".join(f"  {'':<18}" if not name else f" {name:>{width}}" for name, width in _COLUMNS))
     speeds, rates = group.numbers("p90_tokens_s_user"), group.numbers("tokens_gpu_s")
     errors: list[tuple[float, float]] = []
     predicted: list[tuple[float, float]] = []
     labels = [f"{name}, {int(n)} trees" for name, n in zip(group.texts("layout"), group.numbers("trees"), strict=True)]
-    for label, point, speed, rate in zip(labels, points, speeds, rates, strict=True):
-        pair = figures_pair(point)
-        if pair is None:
-            lines.append(f"  {label:<18} no figures: {', '.join(point.validity.reasons)}")
+    for label, *points, speed, rate in zip(labels, *seeds, speeds, rates, strict=True):
+        pairs = [pair for point in points if (pair := figures_pair(point)) is not None]
+        if not pairs:
+            lines.append(f"  {label:<18} no figures: {', '.join(points[0].validity.reasons)}")
             continue
+        pair = statistics.median(one for one, _ in pairs), statistics.median(one for _, one in pairs)
         off = pair[0] / speed - 1.0, pair[1] / rate - 1.0
         errors.append(off)
         predicted.append(pair)
-        ends = [_bound_pair(point, end) for end in ("slow", "fast")]
-        results.append(
-            {
-                "point": f"{group.name}, {label}",
-                "simulated_trees": point.concurrency,
-                "predicted": pair[1],
-                "published": rate,
-                "error": off[1],
-                "unit": "tok/s/chip",
-                "low": ends[0] and ends[0][1],
-                "high": ends[1] and ends[1][1],
-                "tok_s_user": pair[0],
-                "published_tok_s_user": speed,
-                "error_tok_s_user": off[0],
-                "low_tok_s_user": ends[0] and ends[0][0],
-                "high_tok_s_user": ends[1] and ends[1][0],
-            }
-        )
-        bands = ["–" if None in ends else f"{ends[0][i]:,.0f} to {ends[1][i]:,.0f}" for i in (0, 1)]  # type: ignore[index]
-        lines.append(
-            f"  {label:<18} {pair[0]:>10,.1f} {speed:>10,.1f} {off[0]:>+7.0%} {bands[0]:>13}"
-            f"  {pair[1]:>10,.0f} {rate:>10,.0f} {off[1]:>+7.0%} {bands[1]:>17}"
-        )
+        ends = [_bound_pair(points[0], end) for end in ("slow", "fast")]
+        result: dict[str, Any] = {"point": f"{group.name}, {label}"}
+        texts: list[str] = []
+        for i, (key, value) in enumerate((("tok_s_user", speed), ("tok_s_chip", rate))):
+            spread = min(one[i] for one in pairs), max(one[i] for one in pairs)
+            low, high = (None if end is None else end[i] for end in ends)
+            result |= {key: pair[i], f"{key}_published": value, f"{key}_error": off[i]}
+            result |= {f"{key}_seeds": [one[i] for one in pairs], f"{key}_low": low, f"{key}_high": high}
+            band = "–" if low is None or high is None else f"{low:,.0f} to {high:,.0f}"
+            texts += [f"{pair[i]:,.1f}" if i == 0 else f"{pair[i]:,.0f}", f"{spread[0]:,.0f} to {spread[1]:,.0f}"]
+            texts += [f"{value:,.1f}" if i == 0 else f"{value:,.0f}", f"{off[i]:+.0%}", band]
+        results.append(result)
+        widths = [width for _, width in _COLUMNS[1:]]
+        lines.append(f"  {label:<18}" + "".join(f" {text:>{width}}" for text, width in zip(texts, widths, strict=True)))
     if errors:
         means = [sum(abs(one[i]) for one in errors) / len(errors) for i in (0, 1)]
+        close = [sum(abs(one[i]) <= _CLOSE for one in errors) for i in (0, 1)]
         order = predicted == sorted(predicted) and [y for _, y in predicted] == sorted((y for _, y in predicted))[::-1]
         lines.append(
-            f"  mean absolute error {means[0]:.0%} of tok/s/user, {means[1]:.0%} of tok/s/chip; "
-            f"{'in' if order else 'not in'} the published order"
+            f"  mean absolute error {means[0]:.0%} of tok/s/user and {means[1]:.0%} of tok/s/chip; {close[0]} and "
+            f"{close[1]} of {len(errors)} within {_CLOSE:.0%}; {'in' if order else 'not in'} the published order"
         )
     lines.append("")
-
-
-def matched_text(group: Group, points: Sequence[Point]) -> str:
-    return ", ".join(
-        f"{point.concurrency} for {int(n)}" for point, n in zip(points, group.numbers("trees"), strict=True)
-    )
 
 
 def _bound_pair(point: Point, end: End) -> tuple[float, float] | None:

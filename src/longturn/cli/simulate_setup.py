@@ -18,6 +18,7 @@ from longturn.cli.agentx_sweep import plan_sweep
 from longturn.config import PAGE_TOKENS
 from longturn.errors import ConfigError
 from longturn.simulate.acceptance import Acceptance, survival_of, synthetic_survival
+from longturn.simulate.corpus import corpus_named, made_like
 from longturn.simulate.cost.options import CostOptions, Drafter
 from longturn.simulate.cost.routing import Routing
 from longturn.simulate.deployment import Deployment, Target, engine_spec, parse_deployment
@@ -79,15 +80,19 @@ def spec_of(target: Target | StepsPlatform, variant: Variant, *, scale: float = 
     return engine_spec(replace(target, settings=variant.settings), variant.deployment, scale=scale)
 
 
-def plan_simulation(args: argparse.Namespace) -> SimulationPlan:
-    """What the checked arguments stand for; reads the traces, and tries every layout.
+Sessions = tuple[list[SessionTree], int, Rules, Stretch]
+"""What is replayed, how many requests were dropped, the rules, and by how much sessions were stretched."""
+
+
+def plan_simulation(args: argparse.Namespace, sessions: Sessions | None = None) -> SimulationPlan:
+    """What the checked arguments stand for; reads the traces unless `sessions` are there, and tries every layout.
 
     Raises:
         ConfigError: an unknown platform, model, layout ..., a layout that does not fit, or nothing is left to replay.
         TraceError: a trace cannot be read.
     """
     settings = settings_of(args.sets)
-    trees, dropped, rules, stretch = sessions_of(args)
+    trees, dropped, rules, stretch = sessions_of(args) if sessions is None else sessions
     seed = args.seed if args.seed is not None else rules.seed if rules.seed is not None else _DEFAULT_SEED
     target = target_of(args, seed)
     variants, left_out = _variants(args, target, settings)
@@ -173,10 +178,9 @@ def _value(text: str) -> bool | int | float | str:
     return text
 
 
-def sessions_of(args: argparse.Namespace) -> tuple[list[SessionTree], int, Rules, Stretch]:
-    """Sessions, how many requests were dropped, the rules, and by how much sessions were stretched. Raises ConfigError
-    and TraceError."""
-    as_recorded = args.median_input is None and args.median_output is None
+def sessions_of(args: argparse.Namespace) -> Sessions:
+    """Raises ConfigError and TraceError."""
+    as_recorded = args.median_input is None and args.median_output is None and args.like is None
     load = {**vars(args), "inproc": False, "api": "completions", "token_ids": None}
     if not as_recorded:
         load["max_context"] = None  # of the stretched ones
@@ -184,10 +188,15 @@ def sessions_of(args: argparse.Namespace) -> tuple[list[SessionTree], int, Rules
     check_timings(plan.trees)
     if as_recorded:
         return plan.trees, plan.dropped, plan.rules, Stretch()
-    trees, stretch = stretched(plan.trees, args.median_input, args.median_output)
     dropped = 0
+    if args.like is not None:
+        seed = args.seed if args.seed is not None else plan.rules.seed if plan.rules.seed is not None else _DEFAULT_SEED
+        trees, stretch, dropped = made_like(plan.trees, corpus_named(args.like), seed)
+    else:
+        trees, stretch = stretched(plan.trees, args.median_input, args.median_output)
     if args.max_context is not None:
-        trees, dropped = drop_long(trees, args.max_context)
+        trees, more = drop_long(trees, args.max_context)
+        dropped += more
         if not trees:
             raise ConfigError(f"--max-context {args.max_context} leaves no request of these traces")
     return trees, dropped, plan.rules, stretch
@@ -278,7 +287,8 @@ def command_of(args: argparse.Namespace, layout: str, lanes: int, settings: Mapp
         ("--formats", args.formats), ("--kernels", args.kernels), ("--drafter", args.drafter),
         ("--duration", args.duration), ("--seed", args.seed), ("--max-context", args.max_context),
         ("--request-ms", args.request_ms),
-        ("--median-input", args.median_input), ("--median-output", args.median_output), ("--routing", args.routing),
+        ("--like", args.like), ("--routing", args.routing),
+        ("--median-input", args.median_input), ("--median-output", args.median_output),
     ):  # fmt: skip
         parts += [flag, f"{value:.15g}" if isinstance(value, float) else str(value)] if value is not None else []
     for flag, value, usual in (

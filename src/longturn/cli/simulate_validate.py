@@ -12,7 +12,7 @@ from longturn.cli.simulate_replays import CASES, replays
 from longturn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from longturn.simulate.own_sessions import SessionFigures
+    from longturn.simulate.own_sessions import SessionPoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     replay.add_argument("--case", metavar="A,B", help=f"these alone, of: {', '.join(CASES)} [all]")
     replay.add_argument("--duration", type=float, default=3600.0, metavar="S", help="simulated, of each point [3600]")
+    replay.add_argument("--seeds", type=int, default=3, metavar="N", help="of points whose configuration is known [3]")
     replay.add_argument("--band", action="store_true", help="with the uncertainty of each: two more runs a point")
     replay.add_argument("--jobs", type=int, default=1, metavar="N", help="processes [1]")
 
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_number("--duration", args.duration, 60)
     check_number("--jobs", args.jobs, 1)
+    check_number("--seeds", args.seeds, 1)
     cases = tuple(args.case.split(",")) if args.case else tuple(CASES)
     for name in cases:
         if name not in CASES:
@@ -41,19 +43,23 @@ def run(args: argparse.Namespace) -> int:
 
     import json
 
+    from longturn.simulate.own_layers import compare_layers
+    from longturn.simulate.own_sessions import session_lines
     from longturn.simulate.published import compare, compare_own, not_modelled, report_lines
     from longturn.simulate.published_data import groups
 
     points = [one for one in compare() if args.platform in (None, one.platform)]
-    own = [one for one in compare_own() if args.platform in (None, one.platform)]
+    own = [one for one in (*compare_own(), *compare_layers()) if args.platform in (None, one.platform)]
     if args.platform is not None and not points:
         raise ConfigError(f"no published point of platform '{args.platform}' can be predicted")
     missing = not_modelled()
     agentx: list[dict[str, Any]] = []
     lines: list[str] = []
-    sessions = _own_sessions(args.sessions) if args.sessions is not None else []
+    made: dict[str, float] = {}
+    sessions = _own_sessions(args.sessions, args.platform) if args.sessions is not None else []
     if args.agentx is not None:
-        agentx, lines = replays(args, cases)
+        found = replays(args, cases)
+        agentx, lines, made = found.results, found.lines, found.sessions
         simulated = {group.name for group in groups("agentx")}
         missing = tuple(one for one in missing if one.group not in simulated)
     if args.json:
@@ -62,12 +68,13 @@ def run(args: argparse.Namespace) -> int:
             "own": [{**asdict(one), "error": one.error} for one in own],
             "own_sessions": [asdict(one) for one in sessions],
             "agentx": agentx,
+            "agentx_sessions": made,
             "not_modelled": [asdict(one) for one in missing],
         }))  # fmt: skip
         return 0
     print("\n".join(report_lines(points)))
     if own:
-        print("\n".join(["", "our own runs", *report_lines(own), *_session_lines(sessions)]))
+        print("\n".join(["", "our own runs", *report_lines(own), *session_lines(sessions)]))
     if lines:
         print("\n" + "\n".join(lines))
     print("\nnot predicted by the cost model alone:")
@@ -76,26 +83,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _own_sessions(traces: list[str]) -> list[SessionFigures]:
+def _own_sessions(traces: list[str], platform: str | None) -> list[SessionPoint]:
     from longturn.bench.traces.load import load_traces
     from longturn.simulate.own_sessions import own_sessions
     from longturn.simulate.published_data import OWN_RUNS, groups
 
-    trees = load_traces([Path(name) for name in traces], split=False)
-    return [one for group in groups("sessions", path=OWN_RUNS) for one in own_sessions(group, trees)]
-
-
-def _session_lines(found: list[SessionFigures]) -> list[str]:
-    lines: list[str] = []
-    for one in found:
-        lines.append(f"{one.group}, {one.sessions} at once: {one.requests} requests, {one.measured_requests} measured")
-        for unit, (value, slow, fast), measured in (
-            ("P90 tok/s/user", one.p90_tok_s_user, one.measured_p90_tok_s_user),
-            ("total tok/s", one.total_tok_s, one.measured_total_tok_s),
-        ):
-            where = "within" if min(slow, fast) <= measured <= max(slow, fast) else "outside"
-            lines.append(
-                f"  {unit:<56} {value:>11,.1f} {measured:>11,.1f} {value / measured - 1.0:>+8.1%}, {where} "
-                f"{slow:,.0f} to {fast:,.0f}"
-            )
-    return lines
+    found = [one for one in groups("sessions", path=OWN_RUNS) if platform in (None, one.text("platform"))]
+    return own_sessions(found, load_traces([Path(name) for name in traces], split=False)) if found else []

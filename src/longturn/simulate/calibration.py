@@ -62,6 +62,28 @@ class AttentionConstants:
     """Per layer and token of a chunk, likewise."""
     decode: Residual
     prefill: Residual
+    # What follows is 0 where no table shows it.
+    select_ns: Nanoseconds = 0.0
+    """Choosing blocks for chunks: per layer, token, index head and block that there is to choose among."""
+    chunk_stream: Annotated[float, Range(0, 8)] = 0.0
+    """Of memory bandwidth, reading the blocks that a chunk's tokens choose, each once, before or after computing with
+    them. At 0 the time is the longer of the two, and blocks stream as for decode rows."""
+    part_bytes: Annotated[float, Range(0)] = 0.0
+    """Bytes moved at the peak per token of a chunk, chosen block and element of a head: what each block gave is
+    written, read again and combined."""
+    tile_tokens: Annotated[int, Range(0)] = 0
+    """Tokens of a tile in which chunks are scored, filled or not. Decode rows beside chunks then go through the kernels
+    for chunks too, each in a tile of its own. At 0 they have kernels of their own, and tiles are not counted."""
+    lone_hidden: Annotated[int, Range(0)] = 0
+    """Widest hidden size whose step of few rows and no chunk is one launch for all layers. It has the two constants
+    below in place of `decode_fixed_ns` and `index_stream`; 0: there is no such kernel."""
+    lone_rows: Annotated[int, Range(1)] = 1
+    """Most rows, of one token each, of that launch."""
+    lone_fixed_ns: Nanoseconds = 0.0
+    lone_index_stream: Fraction = 1.0
+    few_fixed_ns: Nanoseconds = 0.0
+    """These two are for more rows than one, which that launch takes through further phases."""
+    few_index_stream: Fraction = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +147,9 @@ class KernelFamily:
     """By weight format; `<format>-localized` has weights placed by locality domain."""
     all_reduce: CollectiveConstants
     all_to_all: CollectiveConstants
+    chunk_sizes: tuple[int, ...] = ()
+    """Token counts, ascending, that steps with chunks are padded to, each a captured graph; if none, as the run's
+    options say."""
 
 
 _DIVISORS = (
@@ -140,7 +165,12 @@ def read_family(data: Mapping[str, Any], name: str, where: str) -> KernelFamily:
     Raises:
         ConfigError: a key is unknown or missing or a value impossible; the line starts with `where` and names the key.
     """
-    check_keys(data, _FAMILY_KEYS, _FAMILY_KEYS, where)
+    check_keys(data, (*_FAMILY_KEYS, "chunk_sizes"), _FAMILY_KEYS, where)
+    sizes = data.get("chunk_sizes", [])
+    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+        raise ConfigError(f"{where}.chunk_sizes must be a list of whole numbers above 0, not {sizes!r}")
+    if sorted(set(sizes)) != sizes:
+        raise ConfigError(f"{where}.chunk_sizes must be ascending")
     small = data["small_kernel_ns"]
     if isinstance(small, bool) or not isinstance(small, (int, float)) or small < 0:
         raise ConfigError(f"{where}.small_kernel_ns must be a number of nanoseconds, not {small!r}")
@@ -154,6 +184,7 @@ def read_family(data: Mapping[str, Any], name: str, where: str) -> KernelFamily:
         experts=_table(ExpertConstants, data["experts"], f"{where}.experts"),
         all_reduce=_collective(data["all_reduce"], f"{where}.all_reduce"),
         all_to_all=_collective(data["all_to_all"], f"{where}.all_to_all"),
+        chunk_sizes=tuple(sizes),
     )
 
 

@@ -48,6 +48,9 @@ class StepConstants:
     worst: _Ns
     steps: Annotated[int, Range(1)]
     """Measured steps that were fitted."""
+    run: _Ns = 0.0
+    """By how much, relative, tokens of a measured run came later or sooner than such steps alone say; 0 if no run was
+    given. It joins `rms` in the band: a run has clients and neighbours beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class LinearModel:
         return parts
 
     def band(self, step: StepShape) -> float:
-        return self._of.rms
+        return self._of.rms + self._of.run
 
 
 def linear_spec(platform: StepsPlatform, settings: Mapping[str, Any], *, scale: float = 1.0) -> EngineSpec:

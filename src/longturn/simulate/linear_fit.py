@@ -33,6 +33,9 @@ class TimedRequest:
     cached_tokens: int
     prompt_tokens: int
     ttft_ns: float
+    output_tokens: int = 0
+    output_ns: float = 0.0
+    """From the first to the last of them."""
 
 
 def fit_steps(steps: Sequence[TimedStep], host_ns: float) -> StepConstants:
@@ -95,6 +98,24 @@ def fit_request_ns(constants: StepConstants, requests: Sequence[TimedRequest], s
             ns += model.step_ns(StepShape(chunks=((start, count),), samples=1))
         left.append(request.ttft_ns - ns)
     return max(0.0, statistics.median(left))
+
+
+def fit_run(constants: StepConstants, requests: Sequence[TimedRequest]) -> float:
+    """By how much, relative, time between tokens of requests that ran alone differs from what steps alone say, median.
+
+    Raises:
+        ConfigError: no request has two tokens.
+    """
+    model = LinearModel(constants)
+    ratios = []
+    for request in requests:
+        if request.output_tokens > 1:
+            context = request.prompt_tokens + request.output_tokens // 2
+            step = StepShape(rows=1, row_tokens=1, context_tokens=context, samples=1)
+            ratios.append(request.output_ns / (request.output_tokens - 1) / model.step_ns(step))
+    if not ratios:
+        raise ConfigError("no measured request has two tokens")
+    return abs(statistics.median(ratios) - 1.0)
 
 
 def _features(step: StepShape) -> tuple[float, ...]:

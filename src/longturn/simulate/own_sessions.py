@@ -1,4 +1,5 @@
-"""Our own measured agent sessions, simulated by the same rules: those in the head of `benchmarks/gpu_sessions.py`.
+"""Measured agent sessions, our own and the peer's, simulated by the same rules: those in the head of
+`benchmarks/gpu_sessions.py`.
 
 Sessions with at least ten turns before the first prompt of more than 120,000 tokens, those turns alone; each starts at
 40 % of them with the turn before computed; pauses are cut at 3 s and answers at 1,200 tokens.
@@ -8,41 +9,91 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from longturn.bench.lanes import to_ns
-from longturn.bench.presets import Rules
 from longturn.bench.traces.tree import SessionTree
 from longturn.config import PAGE_TOKENS
-from longturn.engine.protocols import ExecutorInfo
 from longturn.errors import ConfigError
 from longturn.simulate.cost.options import CostOptions
 from longturn.simulate.deployment import Target, engine_spec, parse_deployment
 from longturn.simulate.formats import formats_named
+from longturn.simulate.own_replay import Done, Replayed, RequestTime, replay
 from longturn.simulate.platform import load_platform
 from longturn.simulate.published_data import Group
 from longturn.simulate.replicas import EngineSpec
-from longturn.simulate.runner import Run, simulate
 from longturn.simulate.shapes import load_shape
 
 MOST_TOKENS, LEAST_TURNS, START, MOST_GAP_S, MOST_OUTPUT, MOST_TURNS = 120_000, 10, 0.4, 3.0, 1200, 24
+MORE_SESSIONS = 4
+"""Prepared beside those that start; when they have been taken too, the first comes again."""
+
+# Column of a "sessions" group -> its name and unit for people, and whether the band covers it. A hit rate follows from
+# the traces and the pool.
+FIGURES: Mapping[str, tuple[str, bool]] = MappingProxyType(
+    {
+        "p90_tok_s_user": ("P90 tok/s/user", True),
+        "p50_tok_s_user": ("P50 tok/s/user", True),
+        "total_tok_s": ("total tok/s", True),
+        "ttft_p50_ms": ("TTFT P50, ms", True),
+        "ttft_p90_ms": ("TTFT P90, ms", True),
+        "hit_rate": ("hit rate", False),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
-class SessionFigures:
-    """One point. Each figure with the ends of its band: all steps slower, and faster."""
+class SessionFigure:
+    """One figure of a point."""
+
+    name: str
+    """Column of the group."""
+    predicted: float
+    slow: float
+    """With all steps longer by the band."""
+    fast: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative, signed: above 0 where the prediction is larger."""
+        return self.predicted / self.measured - 1.0
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Least and most: a closed loop is chaotic, and the prediction need not lie between the ends' runs."""
+        ends = (self.slow, self.predicted, self.fast)
+        return min(ends), max(ends)
+
+    @property
+    def inside(self) -> bool:
+        """Whether the band holds what was measured."""
+        least, most = self.band
+        return least <= self.measured <= most
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPoint:
+    """Some sessions at once."""
 
     group: str
+    platform: str
+    judged: bool
+    note: str
     sessions: int
     requests: int
-    """Simulated."""
-    p90_tok_s_user: tuple[float, float, float]
-    """Predicted, with slower steps, with faster steps."""
-    total_tok_s: tuple[float, float, float]
+    """Simulated, that ended in time."""
     measured_requests: int
-    measured_p90_tok_s_user: float
-    measured_total_tok_s: float
+    figures: tuple[SessionFigure, ...]
+    """Those that were measured."""
+    band: float
+    """Relative half-width of the time of steps, its two sources together."""
+    run_band: float
+    """Of it, what steps of other measured runs differ by; see `run_residuals`."""
 
 
 def own_trees(trees: Sequence[SessionTree]) -> list[SessionTree]:
@@ -67,86 +118,166 @@ def _cut(tree: SessionTree) -> SessionTree | None:
     at_s = 0.0
     for number, turn in enumerate(turns[first : first + MOST_TURNS]):
         gap_s = min(max(turn.gap_s, 0.0), MOST_GAP_S) if number else 0.0
-        # The start point lies just behind the first turn, however short the pause after it.
-        at_s += max(gap_s, 1e-3) if number else 0.0
+        at_s += gap_s
         output = min(max(turn.output_tokens, 1), MOST_OUTPUT)
         kept.append(dataclasses.replace(turn, start_s=at_s, duration_s=0.0, gap_s=gap_s, output_tokens=output))
     conversation = dataclasses.replace(root, requests=tuple(kept))
     return dataclasses.replace(tree, conversations=(conversation,), arrival_s=0.0)
 
 
-def own_sessions(group: Group, trees: Sequence[SessionTree]) -> list[SessionFigures]:
-    """Simulate every point of a group of kind "sessions".
+def own_sessions(found: Sequence[Group], trees: Sequence[SessionTree]) -> list[SessionPoint]:
+    """Simulate every point of some groups of kind "sessions".
 
     Args:
-        group: see there.
+        found: see there.
         trees: recorded sessions, as loaded without looking for agents in flattened captures.
 
     Raises:
         ConfigError: no session qualifies, or fewer than a point replays at once.
     """
     cut = own_trees(trees)
-    found = []
-    for place, count in enumerate(map(int, group.numbers("sessions"))):
-        if count > len(cut):
-            raise ConfigError(f"{group.name}: {count} sessions at once, {len(cut)} qualify in these traces")
-        nominal, band, requests = _figures(group, cut[:count], 1.0)
-        ends = [_figures(group, cut[:count], 1.0 + sign * band)[0] for sign in (1.0, -1.0)]
-        speed, rate = zip(nominal, *ends, strict=True)
-        found.append(
-            SessionFigures(
-                group.name,
-                count,
-                requests,
-                speed,
-                rate,
-                int(group.numbers("requests")[place]),
-                group.numbers("p90_tok_s_user")[place],
-                group.numbers("total_tok_s")[place],
-            )
+    runs = [_Run(group, place, cut) for group in found for place in range(len(group.numbers("sessions")))]
+    alone = [run.simulated(run.step_band) for run in runs]
+    points = []
+    for number, run in enumerate(runs):
+        others = [one for one in alone if one.group != run.group.name or one.sessions != run.sessions]
+        more = run_residual([one for one in others if one.platform == alone[number].platform and one.judged])
+        known = more > 0.0 and alone[number].judged  # another engine's runs say nothing of this one's
+        points.append(run.simulated(run.step_band + more, more) if known else alone[number])
+    return points
+
+
+def step_scale(point: SessionPoint) -> float | None:
+    """By how many times longer or shorter steps the time between tokens would be as measured: interpolated between the
+    ends of the band, which are simulated. None if no speed was measured or the band has no width."""
+    speeds = [one for one in point.figures if one.name in ("p90_tok_s_user", "p50_tok_s_user")]
+    if not speeds or not 0.0 < point.band < 1.0:
+        return None
+    one = speeds[-1]
+    slope = (math.log(one.fast) - math.log(one.slow)) / (math.log1p(-point.band) - math.log1p(point.band))
+    return math.exp((math.log(one.measured) - math.log(one.predicted)) / slope) if slope < 0 else None
+
+
+def run_residual(points: Sequence[SessionPoint]) -> float:
+    """By how much steps in measured runs differ from what was predicted of them, root mean square, relative; 0 of no
+    points. Steps alone do not show it: clients, clocks and neighbours are part of a run."""
+    scales = [scale for point in points if (scale := step_scale(point)) is not None]
+    return math.sqrt(sum((scale - 1.0) ** 2 for scale in scales) / len(scales)) if scales else 0.0
+
+
+class _Run:
+    """One point of a group."""
+
+    def __init__(self, group: Group, place: int, trees: Sequence[SessionTree]) -> None:
+        self.group, self._place = group, place
+        self.sessions = int(group.numbers("sessions")[place])
+        most = int(max(group.numbers("sessions")))
+        if most > len(trees):
+            raise ConfigError(f"{group.name}: {most} sessions at once, {len(trees)} qualify in these traces")
+        self._trees = ordered(group, trees)[: most + MORE_SESSIONS]
+        self._rows = most
+        self._nominal = self._replayed(1.0)
+        self.step_band = self._nominal.tally.band
+
+    def _replayed(self, scale: float) -> Replayed:
+        spec, seconds = _spec(self.group, self._rows, scale), float(self.group.number("seconds"))
+        found = replay(spec, self._trees, self.sessions, seconds, _request_time(self.group))
+        if not found.done:
+            raise ConfigError(f"{self.group.name}: no simulated request ends within {seconds:g} s")
+        return found
+
+    def simulated(self, band: float, run_band: float = 0.0) -> SessionPoint:
+        """The point with a band of that half-width."""
+        ends = [figures_of(self._replayed(1.0 + sign * band).done) for sign in (1.0, -1.0)]
+        nominal, group = figures_of(self._nominal.done), self.group
+        figures = tuple(
+            SessionFigure(name, nominal[name], ends[0][name], ends[1][name], group.numbers(name)[self._place])
+            for name in FIGURES
+            if name in group.values
         )
+        return SessionPoint(
+            group.name, group.text("platform"), group.judged, group.note, self.sessions, len(self._nominal.done),
+            int(group.numbers("requests")[self._place]), figures, band, run_band,
+        )  # fmt: skip
+
+
+def ordered(group: Group, trees: Sequence[SessionTree]) -> list[SessionTree]:
+    """Sessions as the lanes of the measurement took them: by their files' names, or in an order drawn by its seed."""
+    found = list(trees)
+    if "order_seed" in group.values:
+        random.Random(group.number("order_seed")).shuffle(found)
     return found
 
 
-def _figures(group: Group, trees: Sequence[SessionTree], scale: float) -> tuple[tuple[float, float], float, int]:
-    """(P90 tok/s/user, total tok/s) of requests that ended in time, the band of steps, and how many requests."""
-    seconds = float(group.number("seconds"))
-    # The start point lies between the first turn, which warms, and the second.
-    share = 1e-9
-    rules = Rules(
-        preset="own", duration_s=seconds, least_duration_s=0.0, window=(share, share), seed=0, warmup_requests=0,
-        warmup_grace_s=None, tree_idle_s=None, system_idle_s=None, error_limit=None, drain_s=600.0, comparable=False,
-    )  # fmt: skip
-    done = simulate(_spec(group, len(trees), scale), Run(trees, rules, len(trees), 0))
-    end_ns = done.measurement.start_ns + to_ns(seconds)
-    answers = [turn.record.answer for turn in done.measurement.turns]
-    ended = [answer for answer in answers if answer.ok and answer.end_ns <= end_ns]
-    if not ended:
-        raise ConfigError(f"{group.name}: no simulated request ends within {seconds:g} s")
-    gaps = sorted(
-        (answer.end_ns - answer.chunks[0].at_ns) / (answer.output_tokens - 1)
-        for answer in ended
-        if answer.output_tokens is not None and answer.output_tokens > 1
-    )
-    speed = 1e9 / gaps[min(len(gaps) - 1, int(0.9 * len(gaps)))]
-    span_ns = max(answer.end_ns for answer in ended) - min(answer.sent_ns for answer in ended)
-    tokens = sum((answer.prompt_tokens or 0) + (answer.output_tokens or 0) for answer in ended)
-    return (speed, tokens / span_ns * 1e9), done.tally.band, len(ended)
+def figures_of(done: Sequence[Done]) -> dict[str, float]:
+    """`FIGURES` of some requests, by the definitions of the measurement."""
+    gaps = sorted((one.end_ns - one.first_ns) / (one.output_tokens - 1) for one in done if one.output_tokens > 1)
+    first = sorted(one.first_ns - one.sent_ns for one in done)
+    span_ns = max(one.end_ns for one in done) - min(one.sent_ns for one in done)
+    prompts = sum(one.prompt_tokens for one in done)
+    return {
+        "p90_tok_s_user": 1e9 / _quantile(gaps, 0.9),
+        "p50_tok_s_user": 1e9 / _quantile(gaps, 0.5),
+        "total_tok_s": (prompts + sum(one.output_tokens for one in done)) / span_ns * 1e9,
+        "ttft_p50_ms": _quantile(first, 0.5) / 1e6,
+        "ttft_p90_ms": _quantile(first, 0.9) / 1e6,
+        "hit_rate": sum(one.cached_tokens for one in done) / prompts,
+    }
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def _request_time(group: Group) -> RequestTime | None:
+    if "request_context" not in group.values:
+        return None
+    milliseconds = group.numbers("request_ms")
+    apart = group.values.get("request_apart") is True
+    return RequestTime(group.numbers("request_context"), tuple(value * 1e6 for value in milliseconds), apart)
 
 
 def _spec(group: Group, rows: int, scale: float) -> EngineSpec:
-    settings = {
+    settings: dict[str, Any] = {
         "scheduler.max_running": rows,
         "scheduler.step_tokens": group.number("step_tokens"),
         "scheduler.target_itl_ms": 0.0,
+        "scheduler.expected_output_tokens": 128,
     }
     target = Target(
         load_platform(group.text("platform")),
         load_shape(group.text("model")),
         formats_named(group.text("formats")),
-        CostOptions(family=group.text("family")),
+        CostOptions(family=group.text("family"), routing=group.routing),
         settings,
     )
     spec = engine_spec(target, parse_deployment(group.text("layout")), scale=scale)
-    info: ExecutorInfo = dataclasses.replace(spec.info, pages=1 + group.number("cached_tokens") // PAGE_TOKENS)
+    info = dataclasses.replace(
+        spec.info,
+        pages=1 + group.number("cached_tokens") // PAGE_TOKENS,
+        host_pages=group.number("host_pages") if "host_pages" in group.values else 0,
+        copies_pages=group.values.get("copies_pages", True) is True,
+    )
     return dataclasses.replace(spec, info=info)
+
+
+def session_lines(points: Sequence[SessionPoint]) -> list[str]:
+    """For people: each figure predicted beside measured, and how many of the judged ones lie within their band."""
+    lines: list[str] = []
+    for point in points:
+        shown = "" if point.judged else f" (not judged: {point.note})"
+        lines.append(
+            f"{point.group}, {point.sessions} at once{shown}: {point.requests} requests, {point.measured_requests} "
+            f"measured; steps within {point.band:.0%}, {point.run_band:.0%} of it from other runs"
+        )
+        for one in point.figures:
+            unit, banded = FIGURES[one.name]
+            least, most = one.band
+            where = f", {'within' if one.inside else 'outside'} {least:,.4g} to {most:,.4g}" if banded else ""
+            lines.append(f"  {unit:<56} {one.predicted:>11,.2f} {one.measured:>11,.2f} {one.error:>+8.1%}{where}")
+    for platform in dict.fromkeys(point.platform for point in points if point.judged):
+        mine = [one for point in points if point.judged and point.platform == platform for one in point.figures]
+        banded_figures = [one for one in mine if FIGURES[one.name][1]]
+        inside = sum(one.inside for one in banded_figures)
+        lines.append(f"{platform} sessions: {inside} of {len(banded_figures)} judged figures within their band")
+    return lines

@@ -41,6 +41,7 @@ _OPTIONAL: Mapping[str, str] = MappingProxyType(
         "locality_sms": "SMs",
         "locality_plain_bandwidth": "B/s",
         "locality_placed_bandwidth": "B/s",
+        "sustained_compute": "share",
         "power": "W",
         "owning_price": "USD/h",
         "rental_price": "USD/h",

@@ -22,6 +22,9 @@ from longturn.simulate.published_data import OWN_RUNS, Group, groups
 from longturn.simulate.shapes import load_shape
 
 STEP_KINDS = ("decode", "turn", "mixed", "tpot", "prefill")
+COOL_NS = 1e8
+"""Of computing without a pause, before a chip is at its power limit: on an H200 the first chunk of a prompt, 106 ms,
+was not yet slow, and all after it were."""
 _NS_PER_MS, _NS_PER_US, _NS_PER_S = 1e6, 1e3, 1e9
 
 
@@ -48,6 +51,11 @@ class Comparison:
     def error(self) -> float:
         """Relative, signed: above 0 where the prediction is larger."""
         return self.predicted / self.published - 1.0
+
+    @property
+    def inside(self) -> bool:
+        """Whether the band holds what was published."""
+        return abs(self.error) <= self.band
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +108,25 @@ def report_lines(points: Sequence[Comparison]) -> list[str]:
     for name in dict.fromkeys(point.group for point in points):
         mine = [point for point in points if point.group == name]
         shown = " (fitted to these)" if mine[0].fitted else "" if mine[0].judged else " (not judged)"
-        lines.append(f"{name}{shown}: mean absolute error {mean_absolute_error(mine):.1%}")
+        lines.append(f"{name}{shown}, {mine[0].unit}: mean absolute error {mean_absolute_error(mine):.1%}")
+        digits = 0 if mine[0].published >= 10_000 else 2
         lines += [
-            f"  {point.point:<56} {point.predicted:>11.2f} {point.published:>11.2f} {point.error:>+8.1%} "
-            f"{point.band:>6.0%} {point.unit}"
+            f"  {point.point:<56} {point.predicted:>11,.{digits}f} {point.published:>11,.{digits}f} "
+            f"{point.error:>+8.1%} {point.band:>7.0%}"
             for point in mine
         ]
     for platform in dict.fromkeys(point.platform for point in points if point.judged):
-        for kind in (*STEP_KINDS, "experts"):
+        for kind in (*STEP_KINDS, "experts", "layer"):
             mine = [p for p in points if p.judged and p.platform == platform and p.kind == kind]
             if mine:
-                inside = sum(abs(point.error) <= point.band for point in mine)
+                inside = sum(point.inside for point in mine)
                 lines.append(
                     f"{platform} {kind}: mean absolute error {mean_absolute_error(mine):.1%} of {len(mine)} points, "
                     f"{inside} within their band"
                 )
+        claimed = [point for point in points if point.judged and point.platform == platform]
+        inside = sum(point.inside for point in claimed)
+        lines.append(f"{platform}: {inside} of {len(claimed)} judged figures within their band")
     return lines
 
 
@@ -124,7 +136,7 @@ def _cost(group: Group) -> StepCost:
         load_shape(group.text("model")),
         parse_layout(group.text("layout")),
         formats_named(group.text("formats")),
-        CostOptions(family=group.text("family")),
+        CostOptions(family=group.text("family"), routing=group.routing),
     )
 
 
@@ -158,24 +170,50 @@ def _steps(group: Group) -> list[Comparison]:
             band = parts.band_ns / parts.device_ns
             found.append(_comparison(group, label, parts.step_ns / _NS_PER_MS, value, "ms", band))
         else:
-            ns, band = prefill_ns(cost, int(context), group.number("chunk_tokens"))
-            total_ns = rows * ns + waited_ms * _NS_PER_MS
+            ns, band = prefill_ns(cost, int(context), group.number("chunk_tokens"), int(rows))
+            total_ns = ns + waited_ms * _NS_PER_MS
             found.append(_comparison(group, label, rows * context / total_ns * _NS_PER_S, value, "tokens/s", band))
     return found
 
 
-def prefill_ns(cost: StepCost, tokens: int, chunk_tokens: int) -> tuple[float, float]:
-    """Computing one cold prompt alone, and the relative band.
+def prefill_ns(cost: StepCost, tokens: int, chunk_tokens: int, prompts: int) -> tuple[float, float]:
+    """Computing some cold prompts sent together, and the relative band."""
+    return steps_ns(cost, prefill_steps(tokens, chunk_tokens, prompts))
 
-    Short prompts of a batch share steps; their time a token is close to that of a step they fill."""
-    together = max(1, chunk_tokens // tokens)
+
+def prefill_steps(tokens: int, chunk_tokens: int, prompts: int) -> tuple[StepShape, ...]:
+    """Steps that compute `prompts` cold prompts of `tokens` tokens. Short ones share steps, as far as there are
+    several; their time a token is close to that of a step they fill."""
+    together = max(1, min(prompts, chunk_tokens // tokens))
+    steps = []
+    for first in range(0, prompts, together):
+        shared = min(together, prompts - first)
+        for start in range(0, tokens, chunk_tokens):
+            chunk = (start, min(chunk_tokens, tokens - start))
+            steps.append(StepShape(chunks=(chunk,) * shared, samples=shared))
+    return tuple(steps)
+
+
+def steps_ns(cost: StepCost, steps: Sequence[StepShape]) -> tuple[float, float]:
+    """Steps without a pause between them, and the relative band. Where the platform says what a chip computes when it
+    has reached its power limit, it does so after `COOL_NS`."""
+    hot = sustained(cost)
     total = band = 0.0
-    for start in range(0, tokens, chunk_tokens):
-        count = min(chunk_tokens, tokens - start)
-        parts = cost.breakdown(StepShape(chunks=((start, count),) * together, samples=together))
-        total += parts.step_ns / together
-        band += parts.band_ns / together
+    for step in steps:
+        parts = (cost if total < COOL_NS else hot).breakdown(step)
+        total += parts.step_ns
+        band += parts.band_ns
     return total, band / total
+
+
+def sustained(cost: StepCost) -> StepCost:
+    """The same model of a chip at its power limit; the same if the platform does not say."""
+    platform = cost.platform
+    if "sustained_compute" not in platform.spec:
+        return cost
+    share = platform.value("sustained_compute")
+    rates = {name: share for name in ("bf16_flops", "fp8_flops", "nvfp4_flops") if name in platform.spec}
+    return StepCost(platform.scaled(**rates), cost.shape, cost.layout, cost.formats, cost.options)
 
 
 def fixed_length_tpot_ns(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longturn.errors import ConfigError
+from longturn.simulate.cost.routing import REFERENCE_SPREAD, Routing
 
 _FILE = Path(__file__).parent / "published.toml"
 OWN_RUNS = Path(__file__).parent / "own_runs.toml"
@@ -57,6 +58,11 @@ class Group:
     def judged(self) -> bool:
         """Whether the model claims these points; else they are shown, and not counted."""
         return bool(self.values.get("judged", self.values.get("use") == "judged"))
+
+    @property
+    def routing(self) -> Routing:
+        """How tokens chose experts; of random weights evenly."""
+        return Routing(spread=float(self.values.get("routing_spread", REFERENCE_SPREAD)))
 
     @property
     def note(self) -> str:

@@ -11,7 +11,7 @@ from longturn.simulate.cost.options import KERNELS
 ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "attend": ("sparse_attend", "dense_attend"),
-        "attention": ("attention_fixed", "index_scan", "sparse_attend", "dense_attend"),
+        "attention": ("attention_fixed", "index_scan", "block_select", "sparse_attend", "dense_attend"),
         "index": ("index_scan",),
         "moe": ("router", "experts", "shared_expert"),
         "gemm": ("projections", "shared_expert", "dense_ffn", "head"),

@@ -9,6 +9,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
+from longturn.bench.traces.subagents import of_subagent
 from longturn.bench.traces.tree import SessionTree, TraceRequest
 from longturn.errors import ConfigError
 
@@ -41,7 +42,7 @@ def stretched(
     sizes = {tree.block_tokens for tree in trees}
     if any(round(size * by_input) < 1 for size in sizes):
         raise ConfigError(f"--median-input {median_input}: a block of {min(sizes)} tokens would hold none")
-    return [_stretch(tree, by_input, by_output) for tree in trees], Stretch(by_input, by_output)
+    return [stretched_by(tree, by_input, by_output, by_output) for tree in trees], Stretch(by_input, by_output)
 
 
 def _factor(flag: str, wanted: int | None, found: list[int]) -> float:
@@ -52,21 +53,26 @@ def _factor(flag: str, wanted: int | None, found: list[int]) -> float:
     return wanted / max(1.0, statistics.median(found))
 
 
-def _stretch(tree: SessionTree, by_input: float, by_output: float) -> SessionTree:
+def stretched_by(tree: SessionTree, by_input: float, by_output: float, by_inner_output: float) -> SessionTree:
+    """The session with prompts and answers longer by a factor each, those of subagents by one of their own."""
     old, new = tree.block_tokens, round(tree.block_tokens * by_input)
 
-    def longer(request: TraceRequest) -> TraceRequest:
+    def longer(request: TraceRequest, by: float) -> TraceRequest:
         full, rest = divmod(request.input_tokens, old)
         tail = rest * new // old
         if tree.trie.depth(request.node) > full or not full:
             tail = max(1, tail)  # a partial block with an id, or a prompt without blocks: a token must be left
-        output = max(1, round(request.output_tokens * by_output)) if request.output_tokens else 0
+        output = max(1, round(request.output_tokens * by)) if request.output_tokens else 0
         return dataclasses.replace(request, input_tokens=full * new + tail, output_tokens=output)
 
     conversations = tuple(
         dataclasses.replace(
-            item, requests=tuple(map(longer, item.requests)), system_tokens=-(-item.system_tokens * new // old)
+            item,
+            requests=tuple(
+                longer(one, by_inner_output if of_subagent(tree, index) else by_output) for one in item.requests
+            ),
+            system_tokens=-(-item.system_tokens * new // old),
         )
-        for item in tree.conversations
+        for index, item in enumerate(tree.conversations)
     )
     return dataclasses.replace(tree, block_tokens=new, conversations=conversations)

@@ -28,6 +28,7 @@ class BlockTrie:
         self._roots = array("q")
         self._last_ids: Sequence[int] = ()
         self._last_node = NO_BLOCKS
+        self._largest_id = -1
 
     def __len__(self) -> int:
         """Different blocks."""
@@ -73,12 +74,7 @@ class BlockTrie:
         if node is None:
             if block_id < 0:
                 raise TraceError(f"{place}.hash_ids[{index}] must be 0 or more, not {block_id}")
-            node = len(self._ids)
-            self._nodes[block_id] = node
-            self._ids.append(block_id)
-            self._parents.append(parent)
-            self._depths.append(1 if parent == NO_BLOCKS else self._depths[parent] + 1)
-            self._roots.append(node if parent == NO_BLOCKS else self._roots[parent])
+            node = self._grow(parent, block_id)
         elif self._parents[node] != parent:
             raise TraceError(
                 f"{place}.hash_ids[{index}] is {block_id}, here {self._after(parent)} and elsewhere "
@@ -88,6 +84,35 @@ class BlockTrie:
 
     def _after(self, parent: int) -> str:
         return "the first block" if parent == NO_BLOCKS else f"after block {self._ids[parent]}"
+
+    def take(self, source: BlockTrie, node: int, known: dict[int, int], under: int = NO_BLOCKS) -> int:
+        """The node here of a prompt of another namespace; blocks that are not here yet are made, as new ones.
+
+        Args:
+            source: where the prompt is from.
+            node: its last block there, or NO_BLOCKS.
+            known: blocks of `source` and what they became here; gets those that are made.
+            under: what the prompt follows here, or NO_BLOCKS.
+        """
+        path = []
+        while node != NO_BLOCKS and node not in known:
+            path.append(node)
+            node = source.parent(node)
+        at = under if node == NO_BLOCKS else known[node]
+        for node in reversed(path):
+            at = known[node] = self._grow(at, self._largest_id + 1)
+        return at
+
+    def _grow(self, parent: int, block_id: int) -> int:
+        """A new block after another, or the first of a prompt."""
+        node = len(self._ids)
+        self._nodes[block_id] = node
+        self._ids.append(block_id)
+        self._parents.append(parent)
+        self._depths.append(1 if parent == NO_BLOCKS else self._depths[parent] + 1)
+        self._roots.append(node if parent == NO_BLOCKS else self._roots[parent])
+        self._largest_id = max(self._largest_id, block_id)
+        return node
 
     def block_id(self, node: int) -> int:
         """The recorded id of a node."""

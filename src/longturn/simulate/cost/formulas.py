@@ -66,6 +66,12 @@ def pairs(end: Number) -> Number:
     return end * (end + 1.0) / 2.0
 
 
+def distinct_keys(end: float, tokens: int, limit: float) -> float:
+    """Keys, of `end`, in the blocks that `tokens` tokens choose, each as many as hold `limit` keys and independently of
+    the others: chance leaves fewer out the more there are."""
+    return end if end <= limit else end * (1.0 - (1.0 - limit / end) ** tokens)
+
+
 def projection_elements(
     hidden: Number, heads: Number, kv_heads: Number, index_heads: Number, head_dim: int, index_dim: int
 ) -> Number:

@@ -7,9 +7,11 @@ step is one set of matrix products over all its tokens, not a decode step plus a
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from longturn.simulate.cost.attention import AttentionCost
 from longturn.simulate.cost.comm import Collective
 from longturn.simulate.cost.constants import (
     ASSUMED_RMS,
@@ -19,33 +21,22 @@ from longturn.simulate.cost.constants import (
     multiply_rate,
 )
 from longturn.simulate.cost.draft import DraftCost
-from longturn.simulate.cost.formulas import (
-    attend_operations,
-    attended,
-    experts_ns,
-    gemm_ns,
-    index_operations,
-    pairs,
-)
+from longturn.simulate.cost.formulas import experts_ns, gemm_ns
 from longturn.simulate.cost.memory import attention_elements
 from longturn.simulate.cost.options import KERNELS, CostOptions
 from longturn.simulate.cost.routing import RoutingTable
 from longturn.simulate.cost.step import StepShape
-from longturn.simulate.formats import CACHE_BYTES, WEIGHT_BYTES, Formats
-from longturn.simulate.layout import Layout, check_layout, heads_per_rank
+from longturn.simulate.formats import WEIGHT_BYTES, Formats
+from longturn.simulate.layout import Layout, check_layout
 from longturn.simulate.platform import Platform
 from longturn.simulate.shapes import ModelShape
 
-DENSE_STREAM, DENSE_COMPUTE = 0.8, 0.6
-"""Of peak bandwidth and BF16 peak, for dense attention: assumed, the tables have none. M3 has three such layers."""
 ACTIVATION_STREAM = 0.5
 """Of peak bandwidth, for norms and sampling, whose data often sits in L2: assumed."""
 NORM_BYTES = 8.0
 """Read and write of hidden state and residual, BF16, per token and hidden element."""
 SAMPLING_KERNELS, SAMPLING_BYTES = 6, 16.0
 """Launches of one sampling pass, and bytes it moves per logit (FP32, four passes): assumed."""
-SECOND_PATH_KERNELS = 4
-"""Kernels that a layer launches in addition when a step has decode rows and chunks: their attention is separate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +62,8 @@ class StepCost:
     """The cost model of one replica. Pure: the same shape always costs the same; only a table of results is kept."""
 
     __slots__ = (
-        "_attend_chunk", "_attend_decode", "_attention", "_by_samples", "_by_tokens", "_chunk_token", "_decode_token",
-        "_dense_chunk", "_dense_decode", "_draft", "_experts", "_family", "_fixed", "_index_chunk",
-        "_index_decode_compute", "_index_stream", "_limit", "_needs", "_relative", "_routing", "_tp_reduce",
-        "_world_exchange", "formats", "layout", "options", "platform", "shape",
+        "_attention", "_by_samples", "_by_tokens", "_contexts", "_draft", "_experts", "_family", "_needs", "_relative",
+        "_routing", "_tp_reduce", "_world_exchange", "formats", "layout", "options", "platform", "shape",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +81,7 @@ class StepCost:
         family = platform.family(options.family)
         self._family = family
         self._attention = attention_constants(platform, family, formats)
+        self._contexts = AttentionCost(self._attention, platform, shape, layout, formats, family.small_kernel_ns)
         self._experts = expert_constants(platform, family, formats, options.locality) if shape.moe_layers else None
         ranks = layout.expert_ep
         self._routing = (
@@ -103,49 +93,22 @@ class StepCost:
         self._draft = DraftCost(options.drafter, shape, layout, formats, platform, family, self._attention)
         self._by_tokens: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
         self._by_samples: dict[int, tuple[int, int]] = {}
-        self._set_rates()
+        self._needs = tuple(float(options.factors.get(name, 1.0)) for name in KERNELS)
+        self._relative = self._uncertainty()
 
-    def _set_rates(self) -> None:
-        """Nanoseconds for one unit of each sum in a step's shape, all layers together."""
-        shape, constants, formats = self.shape, self._attention, self.formats
-        tp = self.layout.attention_tp
-        bandwidth = self.platform.value("hbm_bandwidth") / 1e9
-        bf16 = self.platform.flops("bf16") / 1e9
-        heads = float(shape.heads // tp)
-        groups = float(heads_per_rank(shape.kv_heads, tp))
-        # A tensor-core tile holds all heads of a group: a rank with fewer of them computes as many (see fit/attention).
-        tiled = max(heads, min(float(shape.heads // shape.kv_heads), 16.0))
-        key_bytes = 2.0 * groups * shape.head_dim * CACHE_BYTES[formats.cache]
-        sparse, dense = float(shape.sparse_layers), float(shape.dense_layers)
-        index_heads = float(heads_per_rank(shape.index_heads, tp))
-        index_bytes = shape.index_dim * CACHE_BYTES[formats.index]
-        self._limit = float(shape.attend_limit)
-        # Index keys have one head: every rank reads all of them, however attention is split.
-        self._index_stream = sparse * index_bytes / (bandwidth * constants.index_stream)
-        score = index_operations(1.0, index_heads, shape.index_dim) / (bf16 * constants.index_compute)
-        self._index_decode_compute = self._index_chunk = sparse * score
-        self._attend_decode = sparse * key_bytes / (bandwidth * constants.attend_stream)
-        operations = attend_operations(1.0, tiled, shape.head_dim)
-        self._attend_chunk = sparse * operations / (bf16 * constants.attend_compute)
-        self._dense_decode = dense * key_bytes / (bandwidth * DENSE_STREAM)
-        self._dense_chunk = dense * attend_operations(1.0, heads, shape.head_dim) / (bf16 * DENSE_COMPUTE)
-        layers = float(shape.layers)
-        second = SECOND_PATH_KERNELS * self._family.small_kernel_ns
-        prefill = max(constants.prefill_fixed_ns, constants.decode_fixed_ns)
-        self._fixed = (layers * constants.decode_fixed_ns, layers * prefill, layers * (prefill + second))
-        self._decode_token = layers * constants.decode_token_ns
-        self._chunk_token = layers * constants.prefill_token_ns
-        scale = self.options.factors
-        self._needs = tuple(float(scale.get(name, 1.0)) for name in KERNELS)
+    def _uncertainty(self) -> tuple[float, ...]:
+        """Relative, of each kernel."""
+        shape, constants = self.shape, self._attention
         decode, prefill_rms = constants.decode.rms, constants.prefill.rms
         attention = max(decode, prefill_rms, LEAST_RMS[constants.basis])
-        known = dict.fromkeys(("projections", "attention_fixed", "index_scan", "sparse_attend"), attention)
+        measured = ("projections", "attention_fixed", "index_scan", "block_select", "sparse_attend")
+        known = dict.fromkeys(measured, attention)
         if not shape.sparse_layers:
             known["attention_fixed"] = max(attention, ASSUMED_RMS)  # the tables' modules choose blocks; these don't
         if self._experts is not None:
             least_experts = LEAST_RMS[self._experts.basis]
             known["experts"] = max(self._experts.tables.rms, self._experts.uneven_tables.rms, least_experts)
-        self._relative = tuple(known.get(name, ASSUMED_RMS) for name in KERNELS)
+        return tuple(known.get(name, ASSUMED_RMS) for name in KERNELS)
 
     def step_ns(self, step: StepShape) -> int:
         """How long the step takes; the host's time counts where it is the longer one (or is not overlapped)."""
@@ -162,7 +125,18 @@ class StepCost:
 
     def _host(self, step: StepShape) -> int:
         host, graphs = self.options.host, self.options.graphs
-        return host.ns(step.rows + len(step.chunks)) + graphs.host_ns(step.tokens, self.shape.layers)
+        rows = host.ns(step.rows + len(step.chunks))
+        if step.chunks and self._family.chunk_sizes and step.tokens <= self._family.chunk_sizes[-1]:
+            return rows
+        return rows + graphs.host_ns(step.tokens, self.shape.layers)
+
+    def _padded(self, step: StepShape) -> int:
+        """Tokens that are computed for those of the step."""
+        sizes = self._family.chunk_sizes
+        if not step.chunks or not sizes:
+            return self.options.graphs.padded(step.tokens)
+        at = bisect.bisect_left(sizes, step.tokens)
+        return sizes[at] if at < len(sizes) else step.tokens
 
     def _with_host(self, device_ns: int, step: StepShape) -> int:
         host = self._host(step)
@@ -172,32 +146,31 @@ class StepCost:
         if step.tokens == 0:
             return (0,) * len(KERNELS)
         projections, *middle = self._of_tokens(step)[0]
-        fixed, index, attend, dense, draft = self._moving(step)
-        return (projections, fixed, index, attend, dense, *middle, *self._of_samples(step.samples), draft)
+        *moving, draft = self._moving(step)
+        return (projections, *moving, *middle, *self._of_samples(step.samples), draft)
 
-    def _moving(self, step: StepShape) -> tuple[int, int, int, int, int]:
-        """What depends on the step's contexts: fixed parts and rows, index scan, chosen blocks, dense attention,
-        drafting."""
-        index, attend, dense = self._context_part(step)
-        fixed = self._fixed[0 if not step.chunks else (2 if step.rows else 1)]
-        fixed += step.row_tokens * self._decode_token + step.chunk_tokens * self._chunk_token
+    def _moving(self, step: StepShape) -> tuple[int, int, int, int, int, int]:
+        """What depends on the step's contexts: fixed parts and rows, index scan, choice of blocks, attention over them,
+        dense attention, drafting."""
+        fixed, index, select, attend, dense = self._contexts.ns(step)
         draft = self._draft.ns(step.rows, step.context_tokens, step.chunk_tokens)
         need = self._needs
         return (
             round(fixed * need[1]),
             round(index * need[2]),
-            round(attend * need[3]),
-            round(dense * need[4]),
-            round(draft * need[13]),
+            round(select * need[3]),
+            round(attend * need[4]),
+            round(dense * need[5]),
+            round(draft * need[14]),
         )
 
     def _of_tokens(self, step: StepShape) -> tuple[tuple[int, ...], int]:
         """What depends on the number of tokens alone, and its sum; computed once for each."""
-        padded = self.options.graphs.padded(step.tokens)
+        padded = self._padded(step)
         key = (padded, self._independent(step, padded))
         found = self._by_tokens.get(key)
         if found is None:
-            needs = (self._needs[0], *self._needs[5:11])
+            needs = (self._needs[0], *self._needs[6:12])
             ns = tuple(round(value * need) for value, need in zip(self._matrices(*key), needs, strict=True))
             found = self._by_tokens[key] = ns, sum(ns)
         return found
@@ -207,7 +180,7 @@ class StepCost:
         found = self._by_samples.get(samples)
         if found is None:
             head, sampling = self._head(samples)
-            found = self._by_samples[samples] = round(head * self._needs[11]), round(sampling * self._needs[12])
+            found = self._by_samples[samples] = round(head * self._needs[12]), round(sampling * self._needs[13])
         return found
 
     def _independent(self, step: StepShape, padded: int) -> int:
@@ -217,25 +190,6 @@ class StepCost:
             return padded
         each: float = (step.row_tokens / step.rows) ** exponent
         return max(1, min(padded, round(padded - step.row_tokens + step.rows * each)))
-
-    def _context_part(self, step: StepShape) -> tuple[float, float, float]:
-        """Index scan, attention over chosen blocks, dense attention."""
-        per_row = step.row_tokens / step.rows if step.rows else 0.0
-        context = float(step.context_tokens)
-        # A row's index keys are read once for all of its tokens; scores are computed for each.
-        index = max(context * self._index_stream, context * per_row * self._index_decode_compute)
-        attend = step.attended_tokens * self._attend_decode
-        dense = max(context * self._dense_decode, context * per_row * self._dense_chunk)
-        for start, count in step.chunks:
-            end = float(start + count)
-            scored = pairs(end) - pairs(float(start))
-            index += max(scored * self._index_chunk, end * self._index_stream)
-            if self._limit:
-                chosen = float(attended(end, self._limit) - attended(float(start), self._limit))
-                # At least each distinct key is read once.
-                attend += max(chosen * self._attend_chunk, min(end, chosen) * self._attend_decode)
-            dense += max(scored * self._dense_chunk, end * self._dense_decode)
-        return index, attend, dense
 
     def _matrices(self, tokens: int, independent: int) -> tuple[float, ...]:
         shape, layout = self.shape, self.layout

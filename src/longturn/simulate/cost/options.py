@@ -14,6 +14,7 @@ KERNELS = (
     "projections",
     "attention_fixed",
     "index_scan",
+    "block_select",
     "sparse_attend",
     "dense_attend",
     "router",
@@ -27,7 +28,8 @@ KERNELS = (
     "draft",
 )
 """The parts of a step, in the order of `Breakdown.ns`. `attention_fixed` is what a layer's attention costs beside bytes
-and operations: launches, norms, rotation, cache write, and selecting the top blocks, which no table separates."""
+and operations: launches, norms, rotation, cache write, and selecting the top blocks. `block_select` is that selection
+for chunks, where it was measured apart."""
 
 CAPTURED = (1, 2, 4, *range(8, 513, 8))
 """Token counts with a captured graph, as published recipes have it: eights up to 512."""

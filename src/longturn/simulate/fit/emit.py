@@ -23,6 +23,7 @@ def family_toml(family: KernelFamily) -> str:
         f"date = {json.dumps(family.date)}",
         f"small_kernel_ns = {_number(family.small_kernel_ns)}",
         f"gemm_note = {json.dumps(family.gemm_note)}",
+        *([f"chunk_sizes = {json.dumps(family.chunk_sizes)}"] if family.chunk_sizes else []),
         "",
     ]
     for room, table in (("attention", family.attention), ("experts", family.experts)):
@@ -52,6 +53,8 @@ def write_calibration(path: Path, families: list[KernelFamily]) -> None:
 def _record(record: Any) -> Iterator[str]:
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
+        if value == field.default:
+            continue  # what no measurement shows
         if isinstance(value, Residual):
             yield f"{field.name} = {{ rms = {value.rms}, worst = {value.worst}, points = {value.points} }}"
         elif isinstance(value, str):

@@ -18,9 +18,10 @@ from longturn.errors import ConfigError
 from longturn.simulate.calibration import KernelFamily, Residual
 from longturn.simulate.cost.model import StepCost
 from longturn.simulate.cost.options import CostOptions
+from longturn.simulate.cost.routing import UNIFORM
 from longturn.simulate.cost.step import StepShape, step_shape
 from longturn.simulate.fit.solver import Array, solve
-from longturn.simulate.formats import Formats, formats_named
+from longturn.simulate.formats import Formats
 from longturn.simulate.layout import Layout, parse_layout
 from longturn.simulate.platform import Platform
 from longturn.simulate.published_data import Group
@@ -37,15 +38,21 @@ class MeasuredStep:
     layout: Layout
     step: StepShape
     ns: float
+    lone_kernel: bool = True
+    """Whether a step of few rows ran by the one launch for all layers, where the model fits it."""
 
 
 def steps_of(group: Group) -> list[MeasuredStep]:
-    """The points of a "decode" group."""
+    """The points of a group of kind "decode", or "chain", whose steps of few rows have no launch of their own."""
     shape, layout = load_shape(group.text("model")), parse_layout(group.text("layout"))
     rows = zip(group.numbers("batch"), group.numbers("context"), group.numbers("value"), strict=True)
     return [
         MeasuredStep(
-            shape, layout, step_shape([int(context)] * int(batch), attend_limit=shape.attend_limit), value * 1e6
+            shape,
+            layout,
+            step_shape([int(context)] * int(batch), attend_limit=shape.attend_limit),
+            value * 1e6,
+            group.kind != "chain",
         )
         for batch, context, value in rows
     ]
@@ -66,9 +73,14 @@ def fit_measured(
     if key not in base.attention or formats.experts not in base.experts:
         raise ConfigError(f"kernel family {base.name} has no constants for {key} and experts {formats.experts}")
     attention, experts = base.attention[key], base.experts[formats.experts]
+    # Without steps of few rows by the chain of kernels the one launch keeps its distance from it.
+    lone = attention.lone_hidden > 0 and not all(step.lone_kernel for step in steps)
+    few = lone and attention.lone_rows > 1
     note = f"{len(steps)} measured decode steps; chunks and chosen blocks as in {base.name}"
 
     def family(x: Array, decode: Residual) -> KernelFamily:
+        fixed = float(x[0]) / attention.decode_fixed_ns
+        scan = _share(float(x[5])) / attention.index_stream
         return KernelFamily(
             name=name,
             source=source,
@@ -85,6 +97,10 @@ def fit_measured(
                         weight_stream=_share(float(x[1])),
                         decode_token_ns=float(x[2]),
                         index_stream=_share(float(x[5])),
+                        lone_fixed_ns=float(x[6]) if lone else attention.lone_fixed_ns * fixed,
+                        lone_index_stream=_share(float(x[7])) if lone else attention.lone_index_stream * scan,
+                        few_fixed_ns=float(x[8]) if few else attention.few_fixed_ns * fixed,
+                        few_index_stream=_share(float(x[9])) if few else attention.few_index_stream * scan,
                         decode=decode,
                     )
                 }
@@ -104,36 +120,50 @@ def fit_measured(
             ),
             all_reduce=base.all_reduce,
             all_to_all=base.all_to_all,
+            chunk_sizes=base.chunk_sizes,
         )
 
     nothing = Residual(0.0, 0.0, 0)
 
     def predict(x: Array) -> Array:
-        trial = dataclasses.replace(
-            platform, families=MappingProxyType({name: family(x, nothing)}), default_family=name
-        )
-        models: dict[tuple[str, str], StepCost] = {}
+        made = family(x, nothing)
+        models: dict[tuple[str, str, bool], StepCost] = {}
         times = []
         for measured in steps:
-            place = measured.shape.name, measured.layout.name
+            place = measured.shape.name, measured.layout.name, measured.lone_kernel
             if place not in models:
-                models[place] = StepCost(trial, measured.shape, measured.layout, formats, CostOptions())
+                tried = made if measured.lone_kernel else _without_lone_kernel(made)
+                trial = dataclasses.replace(
+                    platform, families=MappingProxyType({name: tried}), default_family=name
+                )  # fmt: skip
+                models[place] = StepCost(trial, measured.shape, measured.layout, formats, CostOptions(routing=UNIFORM))
             times.append(float(models[place].breakdown(measured.step).device_ns))
         return np.array(times)
 
-    solution = solve(predict, [15e3, 2.0, 300.0, 8e3, 2.0, 4.0], np.array([measured.ns for measured in steps]))
+    start = [15e3, 2.0, 300.0, 8e3, 2.0, 4.0, *((5e3, 4.0) if lone else ()), *((5e3, 4.0) if few else ())]
+    solution = solve(predict, start, np.array([measured.ns for measured in steps]))
     return family(np.array([float(f"{value:.4g}") for value in solution.constants]), solution.residual())
 
 
-def longturn_family(platform: Platform, base: KernelFamily, measured: Sequence[Group]) -> KernelFamily:
-    """Longturn's own kernels on the platform, from its published steps.
+def steps_predicted(platform: Platform, family: KernelFamily, formats: Formats, steps: Sequence[MeasuredStep]) -> Array:
+    """What a family says of each step, nanoseconds."""
+    models: dict[tuple[str, str, bool], StepCost] = {}
+    times = []
+    for measured in steps:
+        place = measured.shape.name, measured.layout.name, measured.lone_kernel
+        if place not in models:
+            tried = family if measured.lone_kernel else _without_lone_kernel(family)
+            trial = dataclasses.replace(
+                platform, families=MappingProxyType({tried.name: tried}), default_family=tried.name
+            )
+            models[place] = StepCost(trial, measured.shape, measured.layout, formats, CostOptions(routing=UNIFORM))
+        times.append(float(models[place].breakdown(measured.step).device_ns))
+    return np.array(times)
 
-    Its kernels are fused further than the model counts launches, so one that moves little counts as the least time of a
-    kernel in a captured graph, 0.9 microseconds measured there."""
-    steps = [step for group in measured for step in steps_of(group)]
-    formats = formats_named(measured[0].text("formats"))
-    source = measured[0].source
-    return fit_measured(platform, base, "longturn", formats, steps, source, measured[0].date, 900.0)
+
+def _without_lone_kernel(family: KernelFamily) -> KernelFamily:
+    attention = {key: dataclasses.replace(one, lone_hidden=0) for key, one in family.attention.items()}
+    return dataclasses.replace(family, attention=MappingProxyType(attention))
 
 
 def _share(value: float) -> float:

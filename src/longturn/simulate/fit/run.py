@@ -33,7 +33,7 @@ from longturn.simulate.fit.experts import (
     fit_uneven,
     judge_expert_parallel,
 )
-from longturn.simulate.fit.measured import longturn_family
+from longturn.simulate.fit.own import longturn_family
 from longturn.simulate.fit.rubin import fit_rubin_experts
 from longturn.simulate.fit.tables import DATE, SOURCE, Columns, read_table
 from longturn.simulate.platform import Platform, load_platform, load_spec, platform_path
@@ -115,10 +115,13 @@ def _fit_with_relatives(
             _fit_with_relatives(relative, directory, say, done)
     done[name] = [_fit(name, recipe, directory, say, {key: value[0] for key, value in done.items()})]
     if recipe.own_steps:
-        steps = [group for group in groups("decode", path=OWN_RUNS) if group.values.get("use") == "fitted"]
-        own = longturn_family(load_spec(platform_path(name)), done[name][0], steps)
+        runs = groups("decode", "chain", "layer", path=OWN_RUNS)
+        measured = [group for group in runs if group.values.get("use") == "fitted"]
+        own = longturn_family(load_spec(platform_path(name)), done[name][0], measured)
         done[name].append(own)
-        say(f"{name} longturn, whole steps: {_told(own.attention['bf16-bf16'].decode)}")
+        constants = own.attention["bf16-bf16"]
+        decode, prefill = _told(constants.decode), _told(constants.prefill)
+        say(f"{name} longturn, each predicted from the others: decode steps {decode}; layers with chunks {prefill}")
     if recipe.trtllm and recipe.experts_from is None:
         done[name].append(_trtllm(name, recipe, directory, say, done[name][0]))
     elif recipe.trtllm and recipe.experts_from is not None:
