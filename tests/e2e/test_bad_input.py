@@ -51,7 +51,7 @@ def test_bodies_that_are_no_request(server: Server, body: bytes) -> None:
         ("temperature", 2.1),
         ("temperature", -0.1),
         ("temperature", "hot"),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 1.01),
         ("top_k", -2),
         ("min_p", 1.1),

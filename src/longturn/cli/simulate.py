@@ -15,7 +15,6 @@ from longturn.cli.agentx import PRESET_NAMES, concurrency
 from longturn.cli.options import check_number
 from longturn.errors import ConfigError
 from longturn.simulate.acceptance import RULES
-from longturn.simulate.corpus import corpus_named
 
 if TYPE_CHECKING:
     from longturn.report.point import Point
@@ -213,6 +212,8 @@ def check_target(args: argparse.Namespace) -> None:
     if args.max_context is not None:
         check_number("--max-context", args.max_context, 2)
     if args.like is not None:
+        from longturn.simulate.corpus import corpus_named
+
         corpus_named(args.like)
         if args.median_input is not None or args.median_output is not None:
             raise ConfigError("--like settles how long prompts and answers are: no --median-input or --median-output")
