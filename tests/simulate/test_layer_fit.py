@@ -23,6 +23,7 @@ from longturn.simulate.fit.layers import (
     like_layers,
     predicted_ns,
 )
+from longturn.simulate.fit.measured import steps_of, steps_predicted
 from longturn.simulate.fit.own import CHUNK_SIZES, longturn_family
 from longturn.simulate.formats import formats_named
 from longturn.simulate.layout import parse_layout
@@ -119,8 +120,17 @@ def test_what_ships_is_what_the_runs_give() -> None:
         "few_fixed_ns",
     ):
         mine, theirs = getattr(found.attention[KEY], name), getattr(shipped.attention[KEY], name)
-        assert mine == pytest.approx(theirs, rel=1e-2), name  # a solver's last steps differ between its versions
-    assert found.experts["bf16"].stream == pytest.approx(shipped.experts["bf16"].stream, rel=1e-2)
+        assert mine == pytest.approx(theirs, rel=1e-2), name  # arithmetic differs between machines in its last digits,
+    # and valleys are flat: what the constants say of a step is settled better than each of them.
+    layers = [layer for group in fitted if group.kind == "layer" for layer in layers_of(group)]
+    for layer in layers:
+        mine, theirs = (layer_predicted(chips, family, FORMATS, layer) for family in (found, shipped))
+        assert mine == pytest.approx(theirs, rel=1e-3), layer.step
+    steps = [step for group in fitted if group.kind != "layer" for step in steps_of(group)]
+    assert len(layers) > 5 and len(steps) > 10
+    mine, theirs = (steps_predicted(chips, family, FORMATS, steps) for family in (found, shipped))
+    assert mine == pytest.approx(theirs, rel=1e-3)
+    assert found.experts["bf16"].stream == pytest.approx(shipped.experts["bf16"].stream, rel=1e-3)
     assert found.chunk_sizes == shipped.chunk_sizes == CHUNK_SIZES
     for group in groups(path=OWN_RUNS):
         assert not (group.judged and group in fitted), group.name

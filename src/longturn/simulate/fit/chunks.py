@@ -9,17 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
 from longturn.errors import ConfigError
 from longturn.simulate.calibration import KernelFamily, Residual
-from longturn.simulate.cost.model import StepCost
-from longturn.simulate.cost.options import CostOptions
-from longturn.simulate.cost.routing import UNIFORM
 from longturn.simulate.cost.step import StepShape
 from longturn.simulate.fit.solver import Array, solve
+from longturn.simulate.fit.trial import Trial, with_constants
 from longturn.simulate.formats import Formats
 from longturn.simulate.layout import Layout
 from longturn.simulate.platform import Platform
@@ -66,25 +63,13 @@ def fit_chunks(
             prefill=residual,
         )
         fed = dataclasses.replace(experts, note=note, compute=_part(experts.compute, compute), tables=residual)
-        return dataclasses.replace(
-            family,
-            attention=MappingProxyType({**family.attention, key: made}),
-            experts=MappingProxyType({**family.experts, formats.experts: fed}),
-        )
+        return with_constants(family, formats, made, fed)
 
     nothing = Residual(0.0, 0.0, 0)
 
     def predict(x: Array) -> Array:
-        made = trial(x, nothing)
-        at = dataclasses.replace(platform, families=MappingProxyType({made.name: made}), default_family=made.name)
-        models: dict[tuple[str, str], StepCost] = {}
-        times = []
-        for one in measured:
-            place = one.shape.name, one.layout.name
-            if place not in models:
-                models[place] = StepCost(at, one.shape, one.layout, formats, CostOptions(routing=UNIFORM))
-            times.append(steps_ns(models[place], one.steps)[0])
-        return np.array(times)
+        models = Trial(platform, trial(x, nothing), formats)
+        return np.array([steps_ns(models.cost(one.shape, one.layout), one.steps)[0] for one in measured])
 
     solution = solve(predict, (1.0, 1.0, 1.0, 1.0), np.array([one.ns for one in measured]))
     return trial(solution.constants, solution.residual())

@@ -17,10 +17,9 @@ import numpy as np
 from longturn.errors import ConfigError
 from longturn.simulate.calibration import KernelFamily, Residual
 from longturn.simulate.cost.model import StepCost
-from longturn.simulate.cost.options import CostOptions
-from longturn.simulate.cost.routing import UNIFORM
 from longturn.simulate.cost.step import StepShape, step_shape
 from longturn.simulate.fit.solver import Array, solve
+from longturn.simulate.fit.trial import Trial, with_constants
 from longturn.simulate.formats import Formats
 from longturn.simulate.layout import Layout, parse_layout
 from longturn.simulate.platform import Platform
@@ -95,9 +94,7 @@ def predicted_ns(cost: StepCost, step: StepShape) -> dict[str, float]:
 
 def layer_predicted(platform: Platform, family: KernelFamily, formats: Formats, layer: MeasuredLayer) -> float:
     """What a family says of a whole layer, nanoseconds."""
-    at = dataclasses.replace(platform, families=MappingProxyType({family.name: family}), default_family=family.name)
-    cost = StepCost(at, layer.shape, layer.layout, formats, CostOptions(routing=UNIFORM))
-    return predicted_ns(cost, layer.step)["layer"]
+    return predicted_ns(Trial(platform, family, formats).cost(layer.shape, layer.layout), layer.step)["layer"]
 
 
 def fit_layers(
@@ -133,24 +130,15 @@ def fit_layers(
             experts, note=note, compute=_share(values[8]), activation_bytes=_ACTIVATION_BYTES,
             sharpness=1.0 + values[9], tables=residual,
         )  # fmt: skip
-        return dataclasses.replace(
-            family,
-            attention=MappingProxyType({**family.attention, key: made}),
-            experts=MappingProxyType({**family.experts, formats.experts: fed}),
-        )
+        return with_constants(family, formats, made, fed)
 
     nothing = Residual(0.0, 0.0, 0)
 
     def predict(x: Array) -> Array:
-        made = trial(x, nothing)
-        at = dataclasses.replace(platform, families=MappingProxyType({made.name: made}), default_family=made.name)
-        models: dict[tuple[str, str], StepCost] = {}
+        models = Trial(platform, trial(x, nothing), formats)
         times: list[float] = []
         for one in layers:
-            place = one.shape.name, one.layout.name
-            if place not in models:
-                models[place] = StepCost(at, one.shape, one.layout, formats, CostOptions(routing=UNIFORM))
-            parts = predicted_ns(models[place], one.step)
+            parts = predicted_ns(models.cost(one.shape, one.layout), one.step)
             for name, more in zip(PARTS, x[_SHARED:-1], strict=True):
                 parts[name] += float(more)
             parts["select"] += one.step.tokens * float(x[-1])

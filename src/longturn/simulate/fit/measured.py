@@ -16,11 +16,9 @@ import numpy as np
 
 from longturn.errors import ConfigError
 from longturn.simulate.calibration import KernelFamily, Residual
-from longturn.simulate.cost.model import StepCost
-from longturn.simulate.cost.options import CostOptions
-from longturn.simulate.cost.routing import UNIFORM
 from longturn.simulate.cost.step import StepShape, step_shape
 from longturn.simulate.fit.solver import Array, solve
+from longturn.simulate.fit.trial import Trial
 from longturn.simulate.formats import Formats
 from longturn.simulate.layout import Layout, parse_layout
 from longturn.simulate.platform import Platform
@@ -126,19 +124,7 @@ def fit_measured(
     nothing = Residual(0.0, 0.0, 0)
 
     def predict(x: Array) -> Array:
-        made = family(x, nothing)
-        models: dict[tuple[str, str, bool], StepCost] = {}
-        times = []
-        for measured in steps:
-            place = measured.shape.name, measured.layout.name, measured.lone_kernel
-            if place not in models:
-                tried = made if measured.lone_kernel else _without_lone_kernel(made)
-                trial = dataclasses.replace(
-                    platform, families=MappingProxyType({name: tried}), default_family=name
-                )  # fmt: skip
-                models[place] = StepCost(trial, measured.shape, measured.layout, formats, CostOptions(routing=UNIFORM))
-            times.append(float(models[place].breakdown(measured.step).device_ns))
-        return np.array(times)
+        return steps_predicted(platform, family(x, nothing), formats, steps)
 
     start = [15e3, 2.0, 300.0, 8e3, 2.0, 4.0, *((5e3, 4.0) if lone else ()), *((5e3, 4.0) if few else ())]
     solution = solve(predict, start, np.array([measured.ns for measured in steps]))
@@ -147,18 +133,9 @@ def fit_measured(
 
 def steps_predicted(platform: Platform, family: KernelFamily, formats: Formats, steps: Sequence[MeasuredStep]) -> Array:
     """What a family says of each step, nanoseconds."""
-    models: dict[tuple[str, str, bool], StepCost] = {}
-    times = []
-    for measured in steps:
-        place = measured.shape.name, measured.layout.name, measured.lone_kernel
-        if place not in models:
-            tried = family if measured.lone_kernel else _without_lone_kernel(family)
-            trial = dataclasses.replace(
-                platform, families=MappingProxyType({tried.name: tried}), default_family=tried.name
-            )
-            models[place] = StepCost(trial, measured.shape, measured.layout, formats, CostOptions(routing=UNIFORM))
-        times.append(float(models[place].breakdown(measured.step).device_ns))
-    return np.array(times)
+    whole, chain = (Trial(platform, one, formats) for one in (family, _without_lone_kernel(family)))
+    costs = [(whole if step.lone_kernel else chain).cost(step.shape, step.layout) for step in steps]
+    return np.array([cost.breakdown(step.step).device_ns for cost, step in zip(costs, steps, strict=True)], float)
 
 
 def _without_lone_kernel(family: KernelFamily) -> KernelFamily:

@@ -17,6 +17,7 @@ from longturn.simulate.calibration import KernelFamily, Residual
 from longturn.simulate.fit.layers import MeasuredLayer, fit_layers, layer_predicted, layers_of
 from longturn.simulate.fit.measured import MeasuredStep, fit_measured, steps_of, steps_predicted
 from longturn.simulate.fit.solver import residual_of
+from longturn.simulate.fit.trial import with_constants
 from longturn.simulate.formats import Formats, formats_named
 from longturn.simulate.platform import Platform
 from longturn.simulate.published_data import Group
@@ -87,8 +88,4 @@ def _with_residuals(
 ) -> KernelFamily:
     attention = dataclasses.replace(family.attention[key], decode=decode, prefill=prefill)
     experts = dataclasses.replace(family.experts[formats.experts], tables=prefill, uneven_tables=decode)
-    return dataclasses.replace(
-        family,
-        attention=MappingProxyType({**family.attention, key: attention}),
-        experts=MappingProxyType({**family.experts, formats.experts: experts}),
-    )
+    return with_constants(family, formats, attention, experts)
