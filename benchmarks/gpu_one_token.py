@@ -57,27 +57,31 @@ def as_layer(layer: Layer) -> OneTokenLayer:
     )  # fmt: skip
 
 
-class PersistentStack(DecodeStack):
-    """`DecodeStack` whose layers after the first are one launch."""
+class OneLaunchStack(DecodeStack):
+    """`DecodeStack` whose layers after the first are one launch; `layers` is that launch."""
 
     timed = False
-    one_token_plan: OneTokenPlan | None = None
+    scratch: OneTokenScratch
 
     def __init__(self, model: Model, cache: Tensor, contexts: list[int], tuning: Tuning | None = None) -> None:
         super().__init__(model, cache, contexts, tuning)
         layers = [as_layer(layer) for layer in model.layers[1:]]
         weights = OneTokenWeights.of(layers, 1, self.shape, cache)
         assert weights is not None, "the persistent kernel does not serve this"
-        self.weights = weights
-        self.scratch = OneTokenScratch.allocate(self.shape, cache.device, len(layers))
+        self.prepare(weights)
+        self.poison()
+
+    def prepare(self, weights: OneTokenWeights) -> None:
+        """Keep the weights as the launch wants them, and allocate `scratch`."""
+        raise NotImplementedError
+
+    def layers(self) -> None:
+        """The launch."""
+        raise NotImplementedError
+
+    def poison(self) -> None:
         for name in ("projected", "scores", "partial", "partial_max", "partial_sum", "attention", "logits", "hidden"):
             getattr(self.scratch, name).fill_(float("nan"))
-
-    def layers(self, first: int = 0, last: int | None = None) -> None:
-        one_token_layers(
-            self.weights, self.x, self.rows, self.shape, self.scratch, scaling_factor=SCALING, first=first, last=last,
-            plan=self.one_token_plan, timed=self.timed,
-        )  # fmt: skip
 
     def begin(self) -> None:
         m, pdl = self.model, self.tuning.pdl
@@ -88,9 +92,41 @@ class PersistentStack(DecodeStack):
         m, t = self.model, self.tuning
         self.begin()
         self.layers()
-        self._project(len(m.layers) - 1, m.head, self.logits, m.final_norm, t.head, t.pdl)
+        self._project(-1, m.head, self.logits, m.final_norm, t.head, t.pdl)
         if finish:
             greedy_step(self.logits, self.values, self.indices, self.tokens, self.positions, pdl=t.pdl)
+
+    def layers_us(self) -> float:
+        """Mean time of the launch, microseconds."""
+        self.launch(finish=False)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.layers()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(2):
+            begin.record()
+            for _ in range(10):
+                graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e2
+
+
+class PersistentStack(OneLaunchStack):
+    """Of one row."""
+
+    one_token_plan: OneTokenPlan | None = None
+
+    def prepare(self, weights: OneTokenWeights) -> None:
+        self.weights = weights
+        self.scratch = OneTokenScratch.allocate(self.shape, self.cache.device, len(weights.held))
+
+    def layers(self) -> None:
+        one_token_layers(
+            self.weights, self.x, self.rows, self.shape, self.scratch, scaling_factor=SCALING,
+            plan=self.one_token_plan, timed=self.timed,
+        )  # fmt: skip
 
 
 def relative(got: Tensor, wanted: Tensor) -> str:
@@ -145,15 +181,15 @@ def phases(context: int) -> None:
     form = SwigluOai()
     routing = route(y, layer.router, layer.bias, layer.top, SCALING)
     shared = (y @ one.shared_w13.float().T)[0]
-    print(f"shared {relative(scratch.hidden[2048:], _activation(shared))}", end="  ")
+    print(f"shared {relative(scratch.hidden[2048:], activation(shared))}", end="  ")
     chosen = (torch.sigmoid(scratch.logits) + layer.bias).topk(4).indices
-    inner = torch.cat([_activation((y @ one.w13[e].float().T)[0]) for e in chosen.tolist()])
+    inner = torch.cat([activation((y @ one.w13[e].float().T)[0]) for e in chosen.tolist()])
     print(f"routed {relative(scratch.hidden[:2048], inner)}", end="  ")
     out = x + moe(y, routing, one.w13.float(), one.w2.float(), one.shared_w13.float(), one.shared_w2.float(), form)
     print(f"x {relative(stack.x, out)}", flush=True)
 
 
-def _activation(both: Tensor) -> Tensor:
+def activation(both: Tensor) -> Tensor:
     gate, up = both.chunk(2)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1.0) * gate * torch.sigmoid(1.702 * gate)
@@ -195,29 +231,12 @@ def check(contexts: tuple[int, ...] = CHECKED) -> list[str]:
     return lines
 
 
-def layers_us(stack: PersistentStack) -> float:
-    """Mean time of the persistent launch, microseconds."""
-    stack.launch(finish=False)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        stack.layers()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(2):
-        begin.record()
-        for _ in range(10):
-            graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e2
-
-
 def sweep(preset: Preset, model: Model, cache: Tensor, context: int, plans: list[OneTokenPlan]) -> list[str]:
     lines = []
     for plan in plans:
         stack = PersistentStack(model, cache, [context])
         stack.one_token_plan = plan
-        lines.append(f"sweep 1x{context} {plan}: {layers_us(stack) / (preset.layers - 1):.2f} us a layer")
+        lines.append(f"sweep 1x{context} {plan}: {stack.layers_us() / (preset.layers - 1):.2f} us a layer")
         print(lines[-1], flush=True)
     return lines
 
@@ -226,7 +245,7 @@ def profile(preset: Preset, model: Model, cache: Tensor, context: int) -> list[s
     """Mean duration of each phase over layers, in microseconds of the multiprocessor's clock; of some programs."""
     stack = PersistentStack(model, cache, [context])
     stack.timed = True
-    took = layers_us(stack)
+    took = stack.layers_us()
     stamps = stack.scratch.stamps.double()
     whole = (stamps[-1, 15] - stamps[0, 0]).max().item()
     us = took / whole  # nearly; the launch is in it

@@ -22,7 +22,6 @@ from gpu_decode_stack import (
     DecodeStack,
     Model,
     Preset,
-    Tuning,
     floor_ms,
     random_cache,
     reference_step,
@@ -30,54 +29,33 @@ from gpu_decode_stack import (
     shortened,
 )
 from gpu_kernels import compile_ahead
-from gpu_one_token import PHASES, as_layer, relative
+from gpu_one_token import PHASES, OneLaunchStack, activation, as_layer, relative
 from longturn.kernels.one_token import OneTokenWeights
 from longturn.kernels.one_token_rows import (
     OneTokenRowsPlan,
-    OneTokenRowsScratch,
     OneTokenRowsWeights,
     one_token_rows_layers,
+    rows_scratch,
 )
-from longturn.kernels.step_edges import begin_step, greedy_step
 from longturn.ops.gemma_norm import gemma_rms_norm
 from longturn.ops.moe import SwigluOai, moe, route
 from longturn.ops.msa import gather_pages, index_block_scores, select_blocks, sparse_attention
 
 
-class RowsStack(DecodeStack):
-    """`DecodeStack` of two or four rows whose layers after the first are one launch."""
+class RowsStack(OneLaunchStack):
+    """Of two or four rows."""
 
-    timed = False
     rows_plan: OneTokenRowsPlan | None = None
 
-    def __init__(self, model: Model, cache: Tensor, contexts: list[int], tuning: Tuning | None = None) -> None:
-        super().__init__(model, cache, contexts, tuning)
-        layers = [as_layer(layer) for layer in model.layers[1:]]
-        weights = OneTokenWeights.of(layers, 1, self.shape, cache)
-        assert weights is not None, "the persistent kernel does not serve this"
+    def prepare(self, weights: OneTokenWeights) -> None:
         self.weights = OneTokenRowsWeights.of(weights)
-        self.scratch = OneTokenRowsScratch.allocate(len(contexts), self.shape, cache.device, len(layers))
-        for name in ("projected", "scores", "partial", "partial_max", "partial_sum", "attention", "logits", "hidden"):
-            getattr(self.scratch, name).fill_(float("nan"))
+        self.scratch = rows_scratch(len(self.start), self.shape, self.cache.device, len(weights.held))
 
-    def layers(self, first: int = 0, last: int | None = None) -> None:
+    def layers(self) -> None:
         one_token_rows_layers(
-            self.weights, self.x, self.rows, self.shape, self.scratch, scaling_factor=SCALING, first=first, last=last,
-            plan=self.rows_plan, timed=self.timed,
+            self.weights, self.x, self.rows, self.shape, self.scratch, scaling_factor=SCALING, plan=self.rows_plan,
+            timed=self.timed,
         )  # fmt: skip
-
-    def begin(self) -> None:
-        m, pdl = self.model, self.tuning.pdl
-        begin_step(self.tokens, self.positions, m.embedding, m.inv_freq, self.x, self.rows.cos, self.rows.sin, pdl=pdl)
-        self._layer(0, m.layers[0])
-
-    def launch(self, finish: bool = True) -> None:
-        m, t = self.model, self.tuning
-        self.begin()
-        self.layers()
-        self._project(-1, m.head, self.logits, m.final_norm, t.head, t.pdl)
-        if finish:
-            greedy_step(self.logits, self.values, self.indices, self.tokens, self.positions, pdl=t.pdl)
 
 
 def phases(contexts: list[int]) -> None:
@@ -137,16 +115,10 @@ def phases(contexts: list[int]) -> None:
         print(f"{line}  x {relative(stack.x[r], out[0])}", flush=True)
     experts = sorted({e for chosen in all_chosen for e in chosen})
     for r in range(len(contexts)):
-        shared = _activation((xs[r] @ one.shared_w13.float().T)[0])
-        inner = torch.cat([_activation((xs[r] @ one.w13[e].float().T)[0]) * shares[r].get(e, 0.0) for e in experts])
+        shared = activation((xs[r] @ one.shared_w13.float().T)[0])
+        inner = torch.cat([activation((xs[r] @ one.w13[e].float().T)[0]) * shares[r].get(e, 0.0) for e in experts])
         got = scratch.hidden[1 : len(experts) + 1, r].flatten()
         print(f"  row {r}: shared {relative(scratch.hidden[0, r], shared)}  routed {relative(got, inner)}", flush=True)
-
-
-def _activation(both: Tensor) -> Tensor:
-    gate, up = both.chunk(2)
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return (up + 1.0) * gate * torch.sigmoid(1.702 * gate)
 
 
 CHECKED = (
@@ -174,8 +146,7 @@ def check(replays: int, wanted: tuple[list[int], ...] = CHECKED) -> list[str]:
         differ = 0
         for _ in range(replays):
             stack.logits.fill_(float("nan"))
-            for name in ("projected", "scores", "partial", "attention", "logits", "hidden"):
-                getattr(stack.scratch, name).fill_(float("nan"))
+            stack.poison()
             stack.graph.replay()
             differ += not torch.equal(eager, stack.logits)
         live = (stack.start >= 0) & (margin > 5e-3)
@@ -200,23 +171,6 @@ def check(replays: int, wanted: tuple[list[int], ...] = CHECKED) -> list[str]:
     return lines
 
 
-def layers_us(stack: RowsStack) -> float:
-    """Mean time of the persistent launch, microseconds."""
-    stack.launch(finish=False)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        stack.layers()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(2):
-        begin.record()
-        for _ in range(10):
-            graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e2
-
-
 def sweep(preset: Preset, model: Model, cache: Tensor, contexts: list[int], plans: list[OneTokenRowsPlan]) -> list[str]:
     lines = []
     for plan in plans:
@@ -224,7 +178,7 @@ def sweep(preset: Preset, model: Model, cache: Tensor, contexts: list[int], plan
         stack.rows_plan = plan
         lines.append(
             f"sweep {len(contexts)}x{contexts[0]} {plan.in_ahead},{plan.out_ahead},{plan.experts_ahead}: "
-            f"{layers_us(stack) / (preset.layers - 1):.2f} us a layer"
+            f"{stack.layers_us() / (preset.layers - 1):.2f} us a layer"
         )
         print(lines[-1], flush=True)
     return lines
@@ -234,7 +188,7 @@ def profile(preset: Preset, model: Model, cache: Tensor, contexts: list[int]) ->
     """Mean duration of each phase over layers, in microseconds of the multiprocessor's clock; of some programs."""
     stack = RowsStack(model, cache, contexts)
     stack.timed = True
-    took = layers_us(stack)
+    took = stack.layers_us()
     stamps = stack.scratch.stamps.double()
     whole = (stamps[-1, 15] - stamps[0, 0]).max().item()
     us = took / whole  # nearly; the launch is in it
@@ -259,7 +213,7 @@ def main() -> None:
     parser.add_argument("commands", nargs="+", choices=["phases", "check", "races", "profile", "sweep", "time"])
     parser.add_argument("--points", nargs="*", default=["2,4096", "4,4096", "2,131072", "4,131072"])
     parser.add_argument("--layers", type=int, default=60)
-    parser.add_argument("--plans", nargs="*", default=["3,2,8"], help="in, out, experts ahead of a sweep")
+    parser.add_argument("--plans", nargs="*", default=["1,1,4"], help="in, out, experts ahead of a sweep")
     arguments = parser.parse_args()
     torch.manual_seed(time.time_ns() % 2**31)
     lines: list[str] = []

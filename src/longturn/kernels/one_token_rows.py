@@ -34,6 +34,7 @@ from longturn.kernels.one_token import (
     STAMPS,
     TOP_BLOCKS,
     TOP_EXPERTS,
+    OneTokenScratch,
     OneTokenWeights,
     score_blocks,
 )
@@ -88,55 +89,39 @@ def _tile(rank: int) -> NVMMASharedLayout:
     return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-@dataclass(frozen=True)
-class OneTokenRowsScratch:
-    """Buffers of one step."""
+def rows_scratch(rows: int, shape: MsaShape, device: torch.device, timed_layers: int = 0) -> OneTokenScratch:
+    """Buffers of one step, uninitialised; with `timed_layers` there is room for their stamps."""
+    splits = PROGRAMS // (rows * KV_HEADS)
 
-    projected: Tensor
-    scores: Tensor
-    partial: Tensor
-    partial_max: Tensor
-    partial_sum: Tensor
-    attention: Tensor
-    logits: Tensor
-    hidden: Tensor
-    counter: Tensor
-    stamps: Tensor
+    def fp32(*extents: int) -> Tensor:
+        return torch.empty(extents, dtype=torch.float32, device=device)
 
-    @staticmethod
-    def allocate(rows: int, shape: MsaShape, device: torch.device, timed_layers: int = 0) -> OneTokenRowsScratch:
-        """Uninitialised; with `timed_layers` there is room for their stamps."""
-        splits = PROGRAMS // (rows * KV_HEADS)
+    def bf16(*extents: int) -> Tensor:
+        return torch.empty(extents, dtype=torch.bfloat16, device=device)
 
-        def fp32(*extents: int) -> Tensor:
-            return torch.empty(extents, dtype=torch.float32, device=device)
-
-        def bf16(*extents: int) -> Tensor:
-            return torch.empty(extents, dtype=torch.bfloat16, device=device)
-
-        return OneTokenRowsScratch(
-            projected=fp32(rows, shape.projected_width),
-            scores=fp32(rows, KV_HEADS, score_blocks(shape)),
-            partial=fp32(rows, Q_HEADS, splits, HEAD),
-            partial_max=fp32(rows, Q_HEADS, splits),
-            partial_sum=fp32(rows, Q_HEADS, splits),
-            attention=bf16(rows, Q_HEADS * HEAD),
-            logits=fp32(rows, EXPERTS),
-            hidden=bf16(rows * TOP_EXPERTS + 1, 4, INTER),
-            counter=torch.empty(32, dtype=torch.int32, device=device),
-            stamps=torch.empty(timed_layers, STAMPS, PROGRAMS, dtype=torch.int64, device=device),
-        )
+    return OneTokenScratch(
+        projected=fp32(rows, shape.projected_width),
+        scores=fp32(rows, KV_HEADS, score_blocks(shape)),
+        partial=fp32(rows, Q_HEADS, splits, HEAD),
+        partial_max=fp32(rows, Q_HEADS, splits),
+        partial_sum=fp32(rows, Q_HEADS, splits),
+        attention=bf16(rows, Q_HEADS * HEAD),
+        logits=fp32(rows, EXPERTS),
+        hidden=bf16(rows * TOP_EXPERTS + 1, 4, INTER),
+        counter=torch.empty(32, dtype=torch.int32, device=device),
+        stamps=torch.empty(timed_layers, STAMPS, PROGRAMS, dtype=torch.int64, device=device),
+    )
 
 
 def one_token_rows_layers(
-    weights: OneTokenRowsWeights, x: Tensor, rows: DecodeRows, shape: MsaShape, scratch: OneTokenRowsScratch, *,
+    weights: OneTokenRowsWeights, x: Tensor, rows: DecodeRows, shape: MsaShape, scratch: OneTokenScratch, *,
     scaling_factor: float, alpha: float = 1.702, beta: float = 1.0, limit: float = 7.0, first: int = 0,
     last: int | None = None, plan: OneTokenRowsPlan | None = None, timed: bool = False,
 ) -> None:  # fmt: skip
     """Layers first..last of `weights` on x [rows, 2048] bf16 in place, rows being one of ROWS_SERVED; the tokens' keys
     and values go to their pages.
 
-    `rows` as for `msa_decode`; `shape` bounds their contexts.
+    `rows` as for `msa_decode`; `shape` bounds their contexts; `scratch` of `rows_scratch`.
     """
     plan = plan or OneTokenRowsPlan()
     scratch.counter.zero_()

@@ -21,9 +21,9 @@ from longturn.kernels.one_token import (
 )
 from longturn.kernels.one_token_rows import (
     ROWS_SERVED,
-    OneTokenRowsScratch,
     OneTokenRowsWeights,
     one_token_rows_layers,
+    rows_scratch,
 )
 from longturn.models.minimax_m3_gpu_weights import GpuLayer
 from longturn.ops.moe import SwigluOai
@@ -55,7 +55,7 @@ class OneTokenRun:
             )  # fmt: skip
         else:
             one_token_rows_layers(
-                self.weights_of_rows, x, rows, shape, OneTokenRowsScratch.allocate(x.shape[0], shape, x.device),
+                self.weights_of_rows, x, rows, shape, rows_scratch(x.shape[0], shape, x.device),
                 scaling_factor=scaling_factor, alpha=a.alpha, beta=a.beta, limit=a.limit, last=count,
             )  # fmt: skip
 
