@@ -38,7 +38,7 @@ def needs(preset: str, points: Sequence[Point], step_tokens: int) -> Needs:
     kv_dtype = CACHE_TYPES[form.cache]
     assert kv_dtype is not None, "presets name a type"
     context = max(p.context + p.new for p in points)
-    cached = max((p.rows + (p.kind == "mixed")) * (p.context + p.new) for p in points)
+    cached = max(p.cached_tokens for p in points)
     if any(p.kind == "start" for p in points):  # a server's size, whatever its first request
         context, cached = max(context, START_CONTEXT), max(cached, START_CACHED)
     return Needs(

@@ -38,6 +38,16 @@ class Point:
         return f"{self.kind}:{self.rows}x{self.context}{new}"
 
     @property
+    def all_rows(self) -> int:
+        """A mixed step has a row for its chunk too."""
+        return self.rows + (self.kind == "mixed")
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of all rows, at the end."""
+        return self.all_rows * (self.context + self.new)
+
+    @property
     def unit(self) -> str:
         return {"prefill": "tok/s", "start": "s"}.get(self.kind, "ms")
 

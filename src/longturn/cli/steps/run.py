@@ -71,8 +71,8 @@ def size_of(points: tuple[Point, ...], step_tokens: int) -> Size:
     """What an executor needs to hold for these points."""
     context = max(p.context + p.new for p in points)
     return {
-        "rows": max(p.rows + (p.kind == "mixed") for p in points),
-        "cached_tokens": max((p.rows + (p.kind == "mixed")) * (p.context + p.new) for p in points),
+        "rows": max(p.all_rows for p in points),
+        "cached_tokens": max(p.cached_tokens for p in points),
         "context": context,
         "step_tokens": step_tokens,
     }
