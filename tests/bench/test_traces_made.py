@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 
 import pytest
@@ -147,6 +148,19 @@ def test_agents_of_a_joined_session_come_along() -> None:
     assert longer.trie.common(longer.conversations[1].requests[0].node, longer.root.requests[-1].node) == NO_BLOCKS
 
 
+def test_an_agents_own_agents_stay_its_own() -> None:
+    tree = with_group("b")
+    root, first, second = tree.conversations
+    nested = dataclasses.replace(second, parent=1, spawn_after=0, join_before=None)
+    inner = dataclasses.replace(tree, conversations=(root, first, nested))
+    longer = lengthened([with_group("a"), inner], 8.0, 10**9, 1)[0]
+    parents = {
+        item.id: longer.conversations[item.parent].id for item in longer.conversations[1:] if item.parent is not None
+    }
+    assert len(parents) == 4 and parents.pop(second.id) == first.id
+    assert set(parents.values()) == {"a"}
+
+
 def test_groups_are_recorded_with_their_times() -> None:
     (group,) = recorded_groups([plain("x", 3), with_group()])
     assert group.requests == 5 and [len(member.requests) for member in group.members] == [2, 3]
@@ -184,6 +198,17 @@ def test_given_groups_keep_their_shape_and_the_root_waits() -> None:
     assert {trie.depth(trie.common(firsts[0], other)) for other in firsts[2:]} == {2}
     assert {trie.common(one, with_some.root.requests[-1].node) for one in firsts} == {NO_BLOCKS}
     assert with_subagents(trees, [group], 0.5, 0.5, 5)[0].conversations == found[0].conversations
+
+
+def test_a_root_that_would_have_gone_on_sooner_waits_for_its_subagents() -> None:
+    (group,) = recorded_groups([with_group()])
+    quick = made("q", [row(1.5 * n, list(range(3 + n)), tail=1) for n in range(12)])
+    (found,) = with_subagents([quick], [group], 1.0, 0.5, 5)
+    waits = {item.join_before for item in found.conversations[1:]}
+    assert waits
+    sound(found)
+    for before, (turn, after) in zip(quick.root.requests, enumerate(found.root.requests), strict=True):
+        assert (after.gap_s > before.gap_s + 1) == (turn in waits)
 
 
 def test_subagents_that_are_there_count_and_stay() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longturn.cli.steps.points import PRESETS, StepPreset, decode_floor_ms
+from longturn.cli.steps.points import PRESETS, Point, StepPreset, decode_floor_ms
 from longturn.models.make_checkpoint import PRESETS as SHAPES
 from longturn.models.make_checkpoint import preset_config
 from longturn.models.minimax_m3_config import minimax_m3_config
@@ -44,3 +44,9 @@ def test_fewer_experts_to_choose_from_are_fewer_to_read() -> None:
     assert decode_floor_ms(c, 32, 32768, experts=128) == some
     distinct = 128 * (1 - (124 / 128) ** 32)
     assert (some - four) * 1e-3 * 4.4e12 == pytest.approx(7 * (distinct - 4) * 3 * 6144 * 3072 * 2)
+
+
+def test_a_mixed_step_has_a_row_more() -> None:
+    assert (Point("decode", 4, 4096).all_rows, Point("decode", 4, 4096).cached_tokens) == (4, 16_384)
+    mixed = Point("mixed", 8, 32_768, 512)
+    assert (mixed.all_rows, mixed.cached_tokens) == (9, 9 * 33_280)

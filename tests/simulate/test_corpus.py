@@ -70,6 +70,13 @@ def test_what_is_wanted_comes_out() -> None:
     assert len(lines) == 3 + 10 and sum("not asked for" in line for line in lines) == 1
 
 
+def test_requests_that_became_too_long_are_left_out_and_counted() -> None:
+    wanted = {**WANTED, "most_context": 6000.0}
+    made, _, dropped = made_like(sessions(), Corpus("c", "C", "nowhere", wanted, {}), 3)
+    assert dropped > 0
+    assert all(one.input_tokens + one.output_tokens <= 6000 for tree in made for one in tree.requests())
+
+
 def test_sessions_without_subagents_have_none_to_give() -> None:
     with pytest.raises(ConfigError, match="none to give"):
         made_like(sessions()[1:], Corpus("c", "C", "nowhere", WANTED, {}), 3)

@@ -145,6 +145,16 @@ def test_measured_sessions_simulate_with_a_band() -> None:
     assert lines[-1] == f"h200 sessions: {inside} of 8 judged figures within their band"
 
 
+def test_a_run_never_makes_its_own_band() -> None:
+    """One session measured at half of its speed widens the band of four sessions, and not its own."""
+    ours, _ = groups("sessions", path=OWN_RUNS)
+    short = cut(ours, 13)
+    first, second = short.numbers("p90_tok_s_user")
+    wrong = dataclasses.replace(short, values={**short.values, "p90_tok_s_user": [first / 2, second]})
+    one, four = own_sessions([wrong], load_traces([shared("weka")], split=False))
+    assert four.run_band > 0.5 > 0.2 > one.run_band
+
+
 def test_the_measured_order_of_the_peers_sessions() -> None:
     """The medians of prompts and answers that were published with its points, from the turns that it had time for."""
     trees = load_traces([shared("weka")], split=False)
