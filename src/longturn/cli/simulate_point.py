@@ -28,9 +28,8 @@ from longturn.report.point import (
 )
 from longturn.simulate.linear import StepsPlatform
 from longturn.simulate.runner import Outcome
+from longturn.simulate.tally import MOST_BAND
 
-_MOST_BAND = 0.95
-"""A step is not made faster than a twentieth of its time."""
 _TOP = 4
 
 
@@ -88,7 +87,7 @@ def _host_tier(plan: SimulationPlan, outcome: Outcome) -> dict[str, str]:
 
 def band_of(outcome: Outcome) -> float:
     """Relative half-width of the uncertainty of a run's steps."""
-    return min(_MOST_BAND, outcome.tally.band)
+    return min(MOST_BAND, outcome.tally.band)
 
 
 def _band(nominal: Outcome, ends: tuple[Outcome, Outcome], chips: int) -> Band:

@@ -27,6 +27,7 @@ from longturn.simulate.platform import load_platform
 from longturn.simulate.published_data import Group
 from longturn.simulate.replicas import EngineSpec
 from longturn.simulate.shapes import load_shape
+from longturn.simulate.tally import MOST_BAND
 
 MOST_TOKENS, LEAST_TURNS, START, MOST_GAP_S, MOST_OUTPUT, MOST_TURNS = 120_000, 10, 0.4, 3.0, 1200, 24
 MORE_SESSIONS = 4
@@ -143,7 +144,7 @@ def own_sessions(found: Sequence[Group], trees: Sequence[SessionTree]) -> list[S
         others = [one for one in alone if one.group != run.group.name or one.sessions != run.sessions]
         more = run_residual([one for one in others if one.platform == alone[number].platform and one.judged])
         known = more > 0.0 and alone[number].judged  # another engine's runs say nothing of this one's
-        points.append(run.simulated(run.step_band + more, more) if known else alone[number])
+        points.append(run.simulated(min(run.step_band + more, MOST_BAND), more) if known else alone[number])
     return points
 
 
