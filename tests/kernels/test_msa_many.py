@@ -96,6 +96,15 @@ def test_scratch_may_hold_an_earlier_step() -> None:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
 
 
+def test_entries_of_lists_fit_32_bits() -> None:
+    """Choice times 128 plus a key: 2 heads of 16 blocks, so 2^19 tokens less one, as one choice is spare."""
+    plain = torch.empty(0, device="meta")
+    most = 2**31 // 128 // (2 * 16) - 1
+    assert MsaManyScratch.allocate(most, PAGES, SHAPE, PLAN, plain).entries.dtype == torch.int32
+    with pytest.raises(ValueError, match="too many for one step"):
+        MsaManyScratch.allocate(most + 1, PAGES, SHAPE, PLAN, plain)
+
+
 def test_parts_in_the_order_of_the_tensor_cores() -> None:
     """`attend_lists_hopper` stores columns as its threads hold them; combining them must not tell."""
     gen = torch.Generator().manual_seed(9)

@@ -133,9 +133,15 @@ class MsaManyScratch:
     @staticmethod
     def allocate(tokens: int, pages: int, shape: MsaShape, plan: MsaManyPlan, like: Tensor) -> MsaManyScratch:
         """Uninitialised buffers for up to `tokens` tokens and a cache of `pages` pages on the device of `like`, whose
-        type is that of a plain cache; every plan used with them must have this plan's `piece`."""
+        type is that of a plain cache; every plan used with them must have this plan's `piece`.
+
+        Raises:
+            ValueError: so many tokens that an entry of a list does not fit 32 bits.
+        """
         layout = shape.layout
         choices = tokens * layout.kv_heads * shape.top_blocks
+        if (choices + 1) * layout.page_tokens > 2**31:
+            raise ValueError(f"{tokens} tokens are too many for one step: entries of lists are 32 bits wide")
         counters = layout.kv_heads * pages
         pieces = choices // plan.piece + min(counters, choices)
 
