@@ -14,6 +14,9 @@ import time
 import traceback
 from dataclasses import replace
 
+import gpu_required  # noqa: F401  (ends here without a GPU)
+
+# isort: split
 import torch
 import triton
 import triton.language as tl
@@ -31,9 +34,7 @@ from gpu_decode_stack import (
 )
 from longturn.kernels.kv_formats import lane_views, widen_e2m1, widen_words_e2m1, widen_words_fp8
 from longturn.kernels.msa_plan import MsaPlan
-from longturn.kernels.packed_weights import WeightFormat, as_packed
 from longturn.kernels.pages import KvFormat, PageLayout
-from longturn.kernels.small_linear import as_operand
 from longturn.ops.msa import select_blocks
 from longturn.ops.nvfp4 import dequantize_lane, quantize_lane, scale_e2m1
 
@@ -103,8 +104,6 @@ class FormatStack(DecodeStack):
         plain = PageLayout(layout.layers, layout.kv_heads)
         super().__init__(model, torch.empty(pages * plain.page_stride, device="meta"), contexts, tuning)
         self.layout, self.cache = layout, cache
-        if as_packed(model.layers[0].o).format is not WeightFormat.PLAIN:
-            self.attention = as_operand(self.attention)
         self.shape = replace(self.shape, layout=layout)
         self.projected.normal_()
 

@@ -19,7 +19,7 @@ from longturn.kernels.msa_decode import msa_decode
 from longturn.kernels.msa_plan import DecodeRows, MsaNorms, MsaPlan, MsaScratch, MsaShape
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed, random_packed
 from longturn.kernels.pages import PageLayout
-from longturn.kernels.small_linear import LinearPlan, small_linear
+from longturn.kernels.small_linear import LinearPlan, as_operand, small_linear
 from longturn.kernels.step_edges import begin_step, greedy_step
 from longturn.ops.gemma_norm import gemma_rms_norm
 from longturn.ops.moe import SwigluOai, expert, moe, route
@@ -110,7 +110,7 @@ class Tuning:
     msa: MsaPlan | None = None
     moe: MoePlan | None = None
     next_norm: bool = True
-    """Whether the last kernel of the experts of several tokens normalises for the next projection, if that is plain."""
+    """Whether the last kernel of the experts of several tokens normalises for the next projection."""
     few_at_one: bool | None = None
     """Whether one token takes the experts' kernels for several; None leaves it to the weights' format."""
     parts: frozenset[str] = frozenset({"qkv", "msa", "o", "moe", "head"})
@@ -196,6 +196,8 @@ class DecodeStack:
         self.x = torch.empty(rows, p.hidden, dtype=torch.bfloat16, device=device)
         self.projected = torch.full((rows, p.projected), float("nan"), **fp32)
         self.attention = torch.full((rows, p.q_heads * HEAD_DIM), float("nan"), dtype=torch.bfloat16, device=device)
+        if as_packed(model.layers[0].o).format is not WeightFormat.PLAIN:
+            self.attention = as_operand(self.attention)
         self.logits = torch.full((rows, VOCAB), float("nan"), **fp32)
         self.values, self.indices = (
             torch.empty(rows, 64, **fp32),
@@ -240,14 +242,18 @@ class DecodeStack:
         if n + 1 == len(m.layers):
             return m.final_norm
         following = m.layers[n + 1]
-        return following.input_norm if isinstance(following.qkv, Tensor) else None
+        return following.input_norm if len(self.start) > 1 or isinstance(following.qkv, Tensor) else None
+
+    def _next_packed(self, n: int) -> bool:
+        return n + 1 < len(self.model.layers) and isinstance(self.model.layers[n + 1].qkv, PackedWeight)
 
     def _project(
         self, n: int, weight: Tensor | PackedWeight, out: Tensor, norm: Tensor, plan: LinearPlan, pdl: bool
     ) -> None:
         """Normalise and project the hidden state after layer `n`."""
         if self._next_norm(n) is not None:
-            small_linear(self.moe.normed, weight, out, plan=plan, pdl=pdl)
+            normed = as_operand(self.moe.normed) if isinstance(weight, PackedWeight) else self.moe.normed
+            small_linear(normed, weight, out, plan=plan, pdl=pdl)
         else:
             small_linear(self.x, weight, out, norm_weight=norm, normed=self.moe.normed, plan=plan, pdl=pdl)
 
@@ -287,6 +293,7 @@ class DecodeStack:
                     scaling_factor=SCALING,
                     plan=t.moe,
                     next_norm=self._next_norm(n),
+                    next_packed=self._next_packed(n),
                     pdl=t.uses_pdl("moe"),
                 )
 

@@ -39,6 +39,7 @@ from gpu_formats_whole import (
     BF16,
     BY_REGISTERS,
     FOUR_WARPS,
+    NO_RING,
     NOT_STREAMED,
     POINTS,
     QUANTISED,
@@ -52,6 +53,7 @@ from gpu_formats_whole import (
 from gpu_kernels import check, pages_for
 from gpu_timing import graph_times_us
 from longturn.kernels.moe_few import MoePlan, MoeScratch, moe_few_tokens
+from longturn.kernels.packed_linear_rows import ring_plan
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, pack_mxfp8, pack_nvfp4, random_packed
 from longturn.kernels.packed_weights_decode import decode, load_scales, part_columns
 from longturn.kernels.small_linear import LinearPlan, small_linear
@@ -124,13 +126,23 @@ def streamed(form: WeightFormat, weight: PackedWeight) -> str:
             small_linear(unit[k : k + 1], wide, product[k : k + 1], plan=plan)
         nan = torch.equal(product.isnan(), exact.isnan())
         same.append(nan and torch.equal(product.nan_to_num(), exact.nan_to_num()))
-    return f"decode {form.name}: one token streamed {same} {'ok' if all(same) else 'WRONG'}"
+    if form is MXFP8:
+        # Twice as wide, of which the second half meets zeros.
+        twice = PackedWeight(form, wide.words.repeat(1, 2), wide.scales.repeat(1, 2), wide.row_scales)
+        padded = torch.cat((unit, torch.zeros_like(unit)), dim=1).half()
+        plan, product = ring_plan(padded[:8], twice), torch.full((width, rows), float("nan"), device="cuda")
+        for k in range(0, width, 8):
+            small_linear(padded[k : k + 8], twice, product[k : k + 8])
+        nan = torch.equal(product.isnan(), exact.isnan())
+        same.append(plan is not None and nan and torch.equal(product.nan_to_num(), exact.nan_to_num()))
+    return f"decode {form.name}: one token streamed, eight through the ring {same} {'ok' if all(same) else 'WRONG'}"
 
 
 def checks() -> list[tuple[Formats, Tuning, list[list[int]]]]:
     several = [[2048], [0, 129, 2049, 5000], [777, 6000] * 16]
     ways = [(BY_REGISTERS, several[:1]), (NOT_STREAMED, several[:1]), (Tuning(), several)]
-    ways += [(TILES_OF_TWO, several[:2]), (Tuning(moe=FOUR_WARPS), several[:2])]
+    ways += [(TILES_OF_TWO, several[:2]), (Tuning(moe=FOUR_WARPS), several[:2]), (NO_RING, several[1:2])]
+    ways += [(Tuning(), [[500, -1, 40, 6000, 3000, 129, 0, 2049]])]
     plain = (BF16, Tuning(o=SLICES), [[0, 129, 2049, 5000], [1, -1, 777, 6000] * 4])
     return [(f, tuning, contexts) for f in CHECKED for tuning, contexts in ways] + [plain]
 
@@ -148,7 +160,7 @@ def races(name: str) -> list[str]:
     preset = shortened(PRESETS[name], 4)
     model = Model.random(preset, formats=QUANTISED)
     lines = []
-    for contexts in ([4000], [129, 2049, 5000, 0], [777, 6000] * 8, [777, 6000] * 16):
+    for contexts in ([4000], [129, 2049, 5000, 0], [300, 6000] * 4, [777, 6000] * 8, [777, 6000] * 16):
         cache = random_cache(preset, len(contexts) * (max(contexts) // 128 + 1) + 1)
         plain = DecodeStack(model, cache, contexts, Tuning(pdl=False))
         plain.launch(finish=False)
@@ -175,6 +187,8 @@ def time_us(launches: list[Callable[[], None]]) -> float:
 
 def linear_plans(form: WeightFormat, tokens: int) -> dict[str, LinearPlan]:
     plans = {"default": LinearPlan()}
+    if form is not PLAIN and 1 < tokens <= 8:
+        plans["no ring"] = LinearPlan(ring=False)
     if form is PLAIN:
         plans["slices"] = SLICES
         for rows, block, stages in ((16, 256, 3), (32, 256, 4)):
@@ -190,7 +204,7 @@ def linear_plans(form: WeightFormat, tokens: int) -> dict[str, LinearPlan]:
     shapes = ((64, 256, 3, 4), (64, 512, 3, 4), (32, 256, 4, 2), (64, 128, 4, 2), (64, 256, 3, 2), (16, 256, 4, 1))
     for rows, block, stages, warps in shapes:
         plans[f"tile {rows}x{block} s{stages} w{warps}"] = LinearPlan(
-            gemv_tokens=0, tile_rows=rows, tile_block=block, tile_stages=stages, warps=warps
+            gemv_tokens=0, tile_rows=rows, tile_block=block, tile_stages=stages, warps=warps, ring=False
         )
     return plans
 

@@ -32,10 +32,12 @@ QUANTISED = Formats(experts=WeightFormat.NVFP4, others=WeightFormat.MXFP8)
 BF16 = Formats()
 NOT_STREAMED = Tuning(qkv=LinearPlan(stream=False), o=LinearPlan(stream=False))
 """One token's projections by the kernel for several."""
+NO_RING = Tuning(qkv=LinearPlan(ring=False), o=LinearPlan(ring=False))
+"""Those of two to eight tokens by the kernel for more."""
 BY_REGISTERS = Tuning(few_at_one=False)
 """One token outside the tensor cores."""
 FOUR_WARPS = MoePlan(64, 256, 128, 256, 3, 4)
-_TWO = LinearPlan(gemv_tokens=0, tile_rows=32, tile_block=256, tile_stages=4, warps=2, stream=False)
+_TWO = LinearPlan(gemv_tokens=0, tile_rows=32, tile_block=256, tile_stages=4, warps=2, stream=False, ring=False)
 TILES_OF_TWO = Tuning(qkv=_TWO, o=_TWO)
 """Projections in smaller programs, without warp-group products."""
 POINTS = {
@@ -72,6 +74,8 @@ def ways(rows: int) -> list[Way]:
     whole = "nvfp4, fp8 index"
     out = [Way("weights", QUANTISED, "bf16", Tuning())]
     tunings = {"whole": Tuning(), "experts by 4 warps": Tuning(moe=FOUR_WARPS), "tiles of 2 warps": TILES_OF_TWO}
+    if 1 < rows <= 8:
+        tunings |= {"no ring": NO_RING}
     if rows == 1:
         tunings |= {"registers": BY_REGISTERS, "not streamed": NOT_STREAMED}
     out += [Way(label, QUANTISED, whole, tuning) for label, tuning in tunings.items()]

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+import gpu_required  # noqa: F401  (ends here without a GPU)
 from gpu_decode_stack import (
     PRESETS,
     DecodeStack,

@@ -23,8 +23,9 @@ from pathlib import Path
 
 import torch
 
-from gpu_many_rows import Fields, alone, captured, meet, noted, time_ms
-from gpu_timing import kernel_spans
+import gpu_required  # noqa: F401  (ends here without a GPU)
+from gpu_many_rows import Fields
+from gpu_timing import alone, captured, kernel_spans, meet, noted, time_ms
 from longturn.cli.steps.harness import WEIGHTS, _fill
 from longturn.cli.steps.points import PRESETS
 from longturn.config import PAGE_TOKENS

@@ -20,10 +20,10 @@ from dataclasses import replace
 
 import torch
 
+import gpu_required  # noqa: F401  (ends here without a GPU)
 from gpu_decode_stack import PRESETS, Layer, Model, shortened
-from gpu_many_rows import alone, captured, meet, noted, time_ms
 from gpu_many_stack import ManyStack
-from gpu_timing import kernel_spans
+from gpu_timing import alone, captured, kernel_spans, meet, noted, time_ms
 from longturn.cli.steps import harness
 from longturn.cli.steps.harness import Stand, drain, first_tokens, request
 from longturn.cli.steps.points import Point

@@ -13,21 +13,18 @@ may get ready side by side.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
-from gpu_timing import kernel_spans
+import gpu_required  # noqa: F401  (ends here without a GPU)
+from gpu_timing import alone, captured, kernel_spans, meet, noted, time_ms
 from longturn.cli.steps.points import PRESETS
 from longturn.config import PAGE_TOKENS
 from longturn.executor.gpu.buckets import StepKind, StepShape
-from longturn.executor.gpu.compile import Compilation, Kernel, noting_kernels
+from longturn.executor.gpu.compile import Compilation
 from longturn.executor.gpu.executor import GpuExecutor
 from longturn.executor.gpu.steps import GpuLimits
 from longturn.kernels.plan_table import Entry, PlanTable
@@ -109,64 +106,6 @@ class Rows:
             for kernel, fields in change
             for name, value in fields.items()
         )
-
-
-def meet(file: str | None, parties: int) -> None:
-    """Wait until as many processes with the same lock are here, but not for one that died."""
-    if file is None:
-        return
-    latest = time.time() + 60
-    Path(f"{file}.{os.getpid()}").touch()
-    at = Path(file)
-    while len(list(at.parent.glob(f"{at.name}.*"))) < parties and time.time() < latest:
-        time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def alone(file: str | None) -> Iterator[None]:
-    """Nobody else with the same lock times anything inside."""
-    if file is None:
-        yield
-        return
-    with Path(file).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def noted(step: Callable[[], None]) -> list[Kernel]:
-    try:
-        with noting_kernels() as kernels, torch.inference_mode():
-            step()
-    except Exception as error:  # a plan that cannot be launched is told when it is timed
-        print(f"not noted: {error}", flush=True)
-        return []
-    return kernels
-
-
-def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode():
-        step()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            step()
-    return graph
-
-
-def time_ms(graph: torch.cuda.CUDAGraph, replays: int = 20, repeats: int = 3) -> float:
-    """Median over `repeats` of the mean time of a replay."""
-    times = []
-    for _ in range(3):
-        graph.replay()
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / replays)
-    return sorted(times)[len(times) // 2]
 
 
 def spans(graph: torch.cuda.CUDAGraph) -> list[tuple[float, float, str]]:

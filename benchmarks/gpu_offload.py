@@ -15,6 +15,7 @@ import time
 import torch
 from torch import Tensor
 
+import gpu_required  # noqa: F401  (ends here without a GPU)
 from longturn.config import PAGE_TOKENS
 from longturn.engine.records import NewRow, RowWork, SamplingParams, StepPlan
 from longturn.executor.gpu.offload import GpuOffload

@@ -15,21 +15,26 @@ import time
 import torch
 from torch import Tensor
 
+import gpu_required  # noqa: F401  (ends here without a GPU)
 from gpu_decode_stack import (
-    HEAD_DIM,
     PRESETS,
     SCALING,
-    DecodeStack,
     Model,
     Preset,
-    floor_ms,
     random_cache,
     reference_step,
-    rotated,
     shortened,
 )
 from gpu_kernels import compile_ahead
-from gpu_one_token import PHASES, OneLaunchStack, activation, as_layer, relative
+from gpu_one_launch import (
+    OneLaunchStack,
+    activation,
+    as_layer,
+    compare_layer,
+    phase_times,
+    relative,
+    time_beside_chain,
+)
 from longturn.kernels.one_token import OneTokenWeights
 from longturn.kernels.one_token_rows import (
     OneTokenRowsPlan,
@@ -37,9 +42,6 @@ from longturn.kernels.one_token_rows import (
     one_token_rows_layers,
     rows_scratch,
 )
-from longturn.ops.gemma_norm import gemma_rms_norm
-from longturn.ops.moe import SwigluOai, moe, route
-from longturn.ops.msa import gather_pages, index_block_scores, select_blocks, sparse_attention
 
 
 class RowsStack(OneLaunchStack):
@@ -64,59 +66,17 @@ def phases(contexts: list[int]) -> None:
     model = Model.random(preset)
     blocks = max(contexts) // 128 + 1
     stack = RowsStack(model, random_cache(preset, len(contexts) * blocks + 1), contexts)
-    stack.begin()
-    torch.cuda.synchronize()
-    start = stack.x.float().clone()
-    cache = stack.cache.clone().view(-1, stack.layout.page_stride)
-    stack.layers()
-    torch.cuda.synchronize()
-    layer, scratch, layout, kv = model.layers[1], stack.scratch, stack.layout, preset.kv_heads
-    one, form = as_layer(layer), SwigluOai()
-    all_chosen: list[list[int]] = []
-    xs, shares = [], []
-    print(f"phases {contexts}", flush=True)
-    for r, context in enumerate(contexts):
-        x = start[r : r + 1]
-        count = context // 128 + 1
-        at = torch.tensor([context], device="cuda")
-        pages = stack.rows.page_table[r, :count]
-        projected = gemma_rms_norm(x, layer.input_norm, 1e-6) @ one.projection.float().T
-        line = f"  row {r}: qkv {relative(scratch.projected[r], projected[0])}"
-        q, k, v, iq, ik = scratch.projected[r].view(-1, HEAD_DIM).split((preset.q_heads, kv, kv, kv, 1))
-        norms = (layer.heads.query, layer.heads.key, layer.heads.index_query, layer.heads.index_key)
-        q, k, iq, ik = (
-            rotated(gemma_rms_norm(y, w, 1e-6), context * model.inv_freq)[None]
-            for y, w in zip((q, k, iq, ik), norms, strict=True)
-        )
-        begin = (layout.key_offset(1), layout.value_offset(1), layout.index_offset(1))
-        lanes = [
-            cache[:, b : b + heads * 128 * HEAD_DIM].view(-1, heads, 128, HEAD_DIM)
-            for b, heads in zip(begin, (kv, kv, 1), strict=True)
-        ]
-        for lane, new in zip(lanes, (k[0], v, ik[0]), strict=True):
-            lane[pages[-1].long(), :, context % 128] = new.to(cache.dtype)
-        made = stack.cache.view(-1, layout.page_stride)[pages[-1].long()]
-        line += f"  new token {relative(torch.nan_to_num(made), torch.nan_to_num(cache[pages[-1].long()]))}"
-        keys, values, index = (gather_pages(lane, pages) for lane in lanes)
-        scores = index_block_scores(iq, index[:, 0], at)
-        line += f"  scores {relative(scratch.scores[r, :, : count - 1], scores.view(kv, -1)[:, : count - 1])}"
-        attended = sparse_attention(q, keys, values, at, select_blocks(scores, at, 16), HEAD_DIM**-0.5).flatten()
-        line += f"  attention {relative(scratch.attention[r], attended)}"
-        x = (x + scratch.attention[r].float() @ one.out.float().T).to(torch.bfloat16).float()
-        y = gemma_rms_norm(x, layer.post_norm, 1e-6)
-        line += f"  logits {relative(scratch.logits[r], (y @ layer.router.T)[0])}"
-        score = torch.sigmoid(scratch.logits[r])
-        chosen = (score + layer.bias).topk(4).indices.tolist()
-        all_chosen.append(chosen)
-        shares.append({e: (score[e] * SCALING / score[chosen].sum()).item() for e in chosen})
-        xs.append(y)
-        routing = route(y, layer.router, layer.bias, layer.top, SCALING)
-        out = x + moe(y, routing, one.w13.float(), one.w2.float(), one.shared_w13.float(), one.shared_w2.float(), form)
-        print(f"{line}  x {relative(stack.x[r], out[0])}", flush=True)
-    experts = sorted({e for chosen in all_chosen for e in chosen})
-    for r in range(len(contexts)):
-        shared = activation((xs[r] @ one.shared_w13.float().T)[0])
-        inner = torch.cat([activation((xs[r] @ one.w13[e].float().T)[0]) * shares[r].get(e, 0.0) for e in experts])
+    ys = compare_layer(stack)
+    layer, scratch = model.layers[1], stack.scratch
+    one, scores = as_layer(layer), torch.sigmoid(scratch.logits)
+    chosen = (scores + layer.bias).topk(layer.top).indices
+    # The kernel keeps inner values times the row's share, of every expert that any row chose.
+    shares = torch.zeros_like(scores).scatter_(1, chosen, scores.gather(1, chosen))
+    shares *= SCALING / shares.sum(1, keepdim=True)
+    experts = sorted(set(chosen.flatten().tolist()))
+    for r, y in enumerate(ys):
+        shared = activation((y @ one.shared_w13.float().T)[0])
+        inner = torch.cat([activation((y @ one.w13[e].float().T)[0]) * shares[r, e] for e in experts])
         got = scratch.hidden[1 : len(experts) + 1, r].flatten()
         print(f"  row {r}: shared {relative(scratch.hidden[0, r], shared)}  routed {relative(got, inner)}", flush=True)
 
@@ -184,26 +144,11 @@ def sweep(preset: Preset, model: Model, cache: Tensor, contexts: list[int], plan
     return lines
 
 
-def profile(preset: Preset, model: Model, cache: Tensor, contexts: list[int]) -> list[str]:
+def profile(model: Model, cache: Tensor, contexts: list[int]) -> list[str]:
     """Mean duration of each phase over layers, in microseconds of the multiprocessor's clock; of some programs."""
-    stack = RowsStack(model, cache, contexts)
-    stack.timed = True
-    took = stack.layers_us()
-    stamps = stack.scratch.stamps.double()
-    whole = (stamps[-1, 15] - stamps[0, 0]).max().item()
-    us = took / whole  # nearly; the launch is in it
-    following = torch.cat([stamps[:-1, 1:16], stamps[1:, :1]], 1)
-    spans = (following - stamps[:-1, :16]) * us  # [layers, phase, program]
-    head = f"profile {len(contexts)}x{contexts[0]}: {took:.0f} us, {took / len(stamps):.2f} a layer"
-    lines = [f"{head}, {1 / us:.0f} cycles a us"]
+    lines, stamps, us = phase_times(RowsStack(model, cache, contexts))
     chosen = (stamps[:-1, 17] - stamps[:-1, 4]) * us
     lines.append(f"  inside: which blocks most {chosen.mean(0).max():.2f}")
-    for n, name in enumerate(PHASES):
-        mean = spans[:, n].mean(0)
-        lines.append(
-            f"  {name:11} 0 {mean[0]:5.2f}  40 {mean[40]:5.2f}  127 {mean[127]:5.2f}  "
-            f"least {mean.min():5.2f}  most {mean.max():5.2f}"
-        )
     print("\n".join(lines), flush=True)
     return lines
 
@@ -233,20 +178,12 @@ def main() -> None:
         for rows, context in points:
             contexts = [context] * rows
             if "profile" in arguments.commands:
-                lines += profile(preset, model, cache, contexts)
+                lines += profile(model, cache, contexts)
             if "sweep" in arguments.commands:
                 plans = [OneTokenRowsPlan(*map(int, plan.split(","))) for plan in arguments.plans]
                 lines += sweep(preset, model, cache, contexts, plans)
             if "time" in arguments.commands:
-                times = []
-                for kind in (RowsStack, DecodeStack):
-                    stack = kind(model, cache, contexts)
-                    stack.capture()
-                    times.append(stack.time_ms())
-                lines.append(
-                    f"time {rows}x{context}: one launch {times[0]:.3f} ms, chain {times[1]:.3f}, "
-                    f"floor {floor_ms(preset, rows, context):.2f}"
-                )
+                lines.append(time_beside_chain(RowsStack, model, cache, contexts))
                 print(lines[-1], flush=True)
             print(f"{time.time() - begin:.1f} s", flush=True)
     print("\n".join(["", "SUMMARY", *lines]))

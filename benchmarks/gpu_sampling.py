@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+import gpu_required  # noqa: F401  (ends here without a GPU)
 from gpu_timing import graph_times_us
 from longturn.engine.records import SamplingParams
 from longturn.executor.sampler import SamplingState, logprobs_of, sample

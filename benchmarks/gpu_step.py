@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 import torch
 
+import gpu_required  # noqa: F401  (ends here without a GPU)
 from longturn.cli.main import main
 from longturn.cli.steps.harness import Stand, Watch, drain, pass_over, request
 from longturn.cli.steps.points import Point

@@ -16,6 +16,7 @@ if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
 
 from longturn.kernels.linear_many import add_project_many, project_many
 from longturn.kernels.moe_many import MoeManyPlan, MoeManyScratch, moe_many_tokens
+from longturn.kernels.moe_many_experts import combine_experts
 from longturn.kernels.moe_many_route import sort_choices
 from longturn.kernels.packed_weights import WeightFormat, random_packed
 from longturn.ops.gemma_norm import gemma_rms_norm
@@ -75,9 +76,33 @@ def test_moe_many_is_the_reference(tokens: int, top: int, padding: int, bias: fl
     shared = expert(normed, w["shared_w13"], w["shared_w2"], SwigluOai())
     both = moe(normed, routing, w["w13"], w["w2"], w["shared_w13"], w["shared_w2"], SwigluOai())
     expected = x + shared + live * (both - shared)
-    scratch = scratch_for(tokens + 9, top)
-    moe_many_tokens(x, positions, **w, scratch=scratch, top_experts=top, scaling_factor=2.0, plan=plan)
+    scratch, following = scratch_for(tokens + 9, top), torch.randn(WIDTH, generator=gen)
+    moe_many_tokens(
+        x, positions, **w, scratch=scratch, top_experts=top, scaling_factor=2.0, plan=plan, next_norm=following
+    )  # fmt: skip
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
+    left = scratch.normed[: tokens * WIDTH].view(tokens, WIDTH)
+    torch.testing.assert_close(left, gemma_rms_norm(x, following, EPS), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_combining_in_several_blocks(norm: bool) -> None:
+    gen = torch.Generator().manual_seed(8)
+    tokens, top, width = 5, 2, 96
+    x, weight = torch.randn(tokens, width, generator=gen), torch.randn(width, generator=gen)
+    parts = torch.randn(tokens * (1 + top), width, generator=gen)
+    shares, experts = torch.rand(tokens, top, generator=gen), torch.zeros(tokens, top, dtype=torch.int32)
+    experts[3] = -1
+    parts[tokens + 3 * top : tokens + 4 * top] = float("nan")
+    routed = (parts[tokens:].view(tokens, top, width) * shares[..., None]).sum(1)
+    expected = x + parts[:tokens] + torch.where((experts[:, :1] >= 0), routed, torch.tensor(0.0))
+    normed = torch.full_like(x, float("nan"))
+    combine_experts[(tokens, 1 if norm else 3)](
+        parts, experts, shares, x, weight, normed, tokens, EPS, TOP=top, N=width, BLOCK=32, NORM=norm, PDL=False
+    )  # fmt: skip
+    torch.testing.assert_close(x, expected)
+    if norm:
+        torch.testing.assert_close(normed, gemma_rms_norm(expected, weight, EPS))
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -86,6 +111,7 @@ def test_a_dense_layer_between_routed_ones(apart: bool) -> None:
     scratch = scratch_for(24, 2, 4 * INTER)
     x = torch.randn(24, WIDTH, generator=gen)
     positions = torch.arange(24, dtype=torch.int32)
+    following = torch.randn(WIDTH, generator=gen)
     for inter, top in ((INTER, 2), (4 * INTER, 0), (INTER, 2)):
         w = weights(gen, inter)
         normed = gemma_rms_norm(x, w["norm_weight"], EPS)
@@ -96,8 +122,12 @@ def test_a_dense_layer_between_routed_ones(apart: bool) -> None:
             y = expert(normed, w["shared_w13"], w["shared_w2"], SwigluOai())
         expected = x + y
         plan = replace(PLAN, shared_apart=apart)
-        moe_many_tokens(x, positions, **w, scratch=scratch, top_experts=top, scaling_factor=2.0, plan=plan)
+        moe_many_tokens(
+            x, positions, **w, scratch=scratch, top_experts=top, scaling_factor=2.0, plan=plan, next_norm=following
+        )  # fmt: skip
         torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
+        left = scratch.normed[: x.numel()].view_as(x)
+        torch.testing.assert_close(left, gemma_rms_norm(x, following, EPS), rtol=1e-4, atol=1e-5)
 
 
 def test_a_broken_token_stays_alone() -> None:
@@ -175,6 +205,9 @@ def test_projections() -> None:
     project_many(x, norm, weight, normed, out, eps=EPS)
     expected = gemma_rms_norm(x, norm, EPS) @ weight.T
     torch.testing.assert_close(out, expected)
+    again = torch.full((5, 48), float("nan"))
+    project_many(x * float("nan"), None, weight, normed, again)
+    torch.testing.assert_close(again, expected)
     back = x + out @ weight
     add_project_many(x, out, weight.T.contiguous())
     torch.testing.assert_close(x, back)

@@ -127,7 +127,8 @@ def test_parts_in_the_order_of_the_tensor_cores() -> None:
 
 
 @pytest.mark.parametrize(("init", "local"), [(0, 1), (2, 3), (1, 2), (7, 9), (0, 20)])
-def test_top_blocks(init: int, local: int) -> None:
+@pytest.mark.parametrize("full", [128, 256])
+def test_top_blocks(init: int, local: int, full: int) -> None:
     """Ties, NaN, forced blocks, fewer blocks than 16; and the lists' lengths."""
     gen = torch.Generator().manual_seed(init)
     at = torch.tensor([5, 127, 128, 15 * 128, 16 * 128 + 3, 150 * 128, -1, 199 * 128], dtype=torch.int32)
@@ -145,7 +146,7 @@ def test_top_blocks(init: int, local: int) -> None:
     counts = torch.zeros(pages, kv, dtype=torch.int32)
     top_blocks[(tokens * kv,)](
         at, torch.zeros_like(at), table, 200, scores, 256, selected, ranks, counts,
-        KV_HEADS=kv, PAGE=128, TOP=16, INIT=init, LOCAL=local, GROUPS=8, PDL=False,
+        KV_HEADS=kv, PAGE=128, TOP=16, INIT=init, LOCAL=local, FULL=full, REST=256 - full, PDL=False,
     )  # fmt: skip
     assert torch.equal(selected.long().sort(-1).values, expected.sort(-1).values)
     live = selected >= 0
@@ -154,6 +155,28 @@ def test_top_blocks(init: int, local: int) -> None:
         assert torch.equal(counts[:, head], torch.bincount(pages_of, minlength=pages).int())
         places = set(zip(pages_of.tolist(), ranks[:, head][live[:, head]].tolist(), strict=True))
         assert places == {(p, i) for p in range(pages) for i in range(int(counts[p, head]))}
+
+
+@pytest.mark.parametrize(("full", "rest"), [(1024, 64), (2048, 128), (32, 0), (64, 32)])
+@pytest.mark.parametrize("init", [0, 2])
+def test_top_blocks_by_the_size_of_the_context(full: int, rest: int, init: int) -> None:
+    """Contexts from a few blocks up to all there is room for; `select_blocks` says which blocks."""
+    gen = torch.Generator().manual_seed(full)
+    most = full + rest
+    own = torch.tensor([0, 15, 16, 17, 31, most // 3, most // 2, most - 2, most - 1])
+    at = (own.clamp(max=most - 1) * 128 + 5).int()
+    scores = torch.randn(len(at), 1, most, generator=gen)
+    scores[-1] = scores[-1].clamp(max=1.0)  # hundreds of blocks share the best score
+    table = torch.randperm(most, generator=gen).int()[None] + 1
+    selected, ranks = torch.full((2, len(at), 1, 16), 99, dtype=torch.int32)
+    counts = torch.zeros(most + 1, 1, dtype=torch.int32)
+    top_blocks[(len(at),)](
+        at, torch.zeros_like(at), table, most, scores, most, selected, ranks, counts,
+        KV_HEADS=1, PAGE=128, TOP=16, INIT=init, LOCAL=1, FULL=full, REST=rest, PDL=False,
+    )  # fmt: skip
+    expected = select_blocks(scores, at.long(), 16, init, 1)
+    assert torch.equal(selected.long().sort(-1).values, expected.sort(-1).values)
+    assert int(counts.sum()) == int((expected >= 0).sum())
 
 
 @pytest.mark.parametrize("piece", [4, 32])

@@ -15,6 +15,7 @@ if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
     pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4", allow_module_level=True)
 
 from longturn.kernels.moe_few import MoePlan, MoeScratch, moe_few_tokens
+from longturn.kernels.moe_few_kernels import _router_wide
 from longturn.kernels.moe_one import moe_one_token
 from longturn.kernels.norm import add_norm
 from longturn.kernels.small_linear import LinearPlan, small_linear
@@ -118,6 +119,14 @@ def test_step_edges() -> None:
     logits[0] = float("nan")
     greedy_step(logits, torch.empty(2, 4), torch.empty(2, 4, dtype=torch.int32), tokens, positions)
     assert tokens[0] == 0
+
+
+def test_router_of_wide_rows() -> None:
+    x, norm, weight = rand(3, 384, seed=1), rand(384, seed=2, scale=0.3), rand(8, 384, seed=3)
+    logits = torch.full((4, 8), float("nan"))
+    _router_wide[(8, 2)](x, norm, weight, logits, 3, EPS, EXPERTS=8, K=384, BLOCK=128, TOKENS=2, PDL=False)
+    torch.testing.assert_close(logits[:3], gemma_rms_norm(x, norm, EPS) @ weight.T, rtol=1e-4, atol=1e-4)
+    assert logits[3].isnan().all()
 
 
 @pytest.mark.parametrize(

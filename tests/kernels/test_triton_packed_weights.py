@@ -312,6 +312,9 @@ def test_moe_few_tokens(routed: WeightFormat, shared: WeightFormat, tokens: int,
         buffer.fill_(float("nan"))
     moe_few_tokens(
         x, positions, norm_weight, router, bias, w13, w2, s13, s2, scratch, top_experts=4, scaling_factor=2.0,
-        plan=MoePlan(in_rows=32, down_rows=64, token_tile=tile),
+        plan=MoePlan(in_rows=32, down_rows=64, token_tile=tile, in_dependent=tokens > 1),
+        next_norm=norm_weight if tokens > 3 else None, next_packed=True,
     )  # fmt: skip
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=4e-3)
+    if tokens > 3:
+        torch.testing.assert_close(scratch.normed, gemma_rms_norm(x, norm_weight, 1e-6), rtol=1e-4, atol=1e-4)

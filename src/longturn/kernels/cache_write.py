@@ -10,6 +10,7 @@ many times.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -116,6 +117,95 @@ def _queries_and_cache(
             store_rows(ik, lane_of, lane_of, slot + one, 1, D, INDEX_FORMAT)
 
 
+@triton.jit
+def _rows_at(at, D: tl.constexpr, HALF: tl.constexpr):
+    """The rows at pointers `at` [R]: columns up to HALF, those up to twice that, and the rest."""
+    half_at = at[:, None] + tl.arange(0, HALF)[None, :]
+    rest_at = at[:, None] + (2 * HALF + tl.arange(0, D - 2 * HALF))[None, :]
+    return half_at, half_at + HALF, rest_at
+
+
+@triton.jit
+def _turned(x, weight, cos, sin, eps, D: tl.constexpr):
+    """Rows in three parts, normalised, and their halves rotated; fp32. `weight`, `cos` and `sin` are in such parts too,
+    of the same shapes: as rows of their own they would need conversions between layouts."""
+    a, b, c = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32)
+    square = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1) + tl.sum(c * c, axis=1)
+    scale = tl.rsqrt(square / D + eps)[:, None]
+    a = a * scale * (weight[0].to(tl.float32) + 1.0)
+    b = b * scale * (weight[1].to(tl.float32) + 1.0)
+    c = c * scale * (weight[2].to(tl.float32) + 1.0)
+    return a * cos[0] + b * sin[0], b * cos[1] + a * sin[1], c
+
+
+@triton.jit
+def _loaded(at):
+    return (
+        tl.load(at[0], cache_modifier=FRESH), tl.load(at[1], cache_modifier=FRESH), tl.load(at[2], cache_modifier=FRESH)
+    )  # fmt: skip
+
+
+@triton.jit
+def _store(to, x, ok):
+    """Store the three parts of rows at pointers of their shapes."""
+    form: tl.constexpr = to[0].dtype.element_ty
+    tl.store(to[0], x[0].to(form), mask=ok)
+    tl.store(to[1], x[1].to(form), mask=ok)
+    tl.store(to[2], x[2].to(form), mask=ok)
+
+
+@triton.jit
+def _plain_queries_and_cache(
+    projected, positions, rows, page_table, table_stride, cos, sin, query_norm, key_norm, index_query_norm,
+    index_key_norm, query, index_query, cache, page_stride, key_lane, value_lane, index, index_stride, index_lane, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_queries_and_cache`, where all that it writes is of one type and a head's halves and rest are powers of two.
+
+    A column and its partner are then in the same registers, all accesses are wide, and the rows of few heads are one
+    tile. All loads come before all stores, past which the compiler could not move them."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    # What the step began with is older than the kernel before.
+    position = tl.load(positions + row, cache_modifier=FRESH)
+    table = page_table + tl.load(rows + row, cache_modifier=FRESH).to(tl.int64) * table_stride
+    wait_then_release(PDL)
+    if position < 0:
+        return
+    page = tl.load(table + position // PAGE, cache_modifier=FRESH).to(tl.int64)
+    token = projected + row.to(tl.int64) * ((Q_HEADS + 3 * KV_HEADS + 1) * D)
+    member = tl.arange(0, GROUP)
+    few = tl.arange(0, 4)  # index query, key, index key, and the index key again for a power of two
+    d = tl.arange(0, D)
+    few_head = tl.where(few == 0, 2 * KV_HEADS + kv_head, tl.where(few == 1, kv_head, 3 * KV_HEADS))
+    q = _loaded(_rows_at(token + (kv_head * GROUP + member) * D, D, HALF))
+    x = _loaded(_rows_at(token + (Q_HEADS + few_head) * D, D, HALF))
+    v = tl.load(token + (Q_HEADS + KV_HEADS + kv_head) * D + d, cache_modifier=FRESH)
+    few_norm = tl.where(few == 0, index_query_norm, tl.where(few == 1, key_norm, index_key_norm))
+    line = row.to(tl.int64) * D
+    q_cos, q_sin = _rows_at(cos + line + member * 0, D, HALF), _rows_at(sin + line + member * 0, D, HALF)
+    x_cos, x_sin = _rows_at(cos + line + few * 0, D, HALF), _rows_at(sin + line + few * 0, D, HALF)
+    q = _turned(
+        q, _loaded(_rows_at(query_norm + member * 0, D, HALF)),
+        (tl.load(q_cos[0], cache_modifier=FRESH), tl.load(q_cos[1], cache_modifier=FRESH)),
+        (tl.load(q_sin[0], cache_modifier=FRESH), tl.load(q_sin[1], cache_modifier=FRESH)), eps, D,
+    )  # fmt: skip
+    x = _turned(
+        x, _loaded(_rows_at(few_norm, D, HALF)),
+        (tl.load(x_cos[0], cache_modifier=FRESH), tl.load(x_cos[1], cache_modifier=FRESH)),
+        (tl.load(x_sin[0], cache_modifier=FRESH), tl.load(x_sin[1], cache_modifier=FRESH)), eps, D,
+    )  # fmt: skip
+    _store(_rows_at(query + (row.to(tl.int64) * Q_HEADS + kv_head * GROUP + member) * D, D, HALF), q, True)
+    slot = position % PAGE
+    lane = cache + page * page_stride + (kv_head * PAGE + slot) * D
+    index_to = index + page * index_stride + index_lane + slot * D
+    query_to = index_query + (row.to(tl.int64) * KV_HEADS + kv_head) * D
+    to = tl.where(few == 0, query_to, tl.where(few == 1, lane + key_lane, index_to))
+    _store(_rows_at(to, D, HALF), x, ((few < 2) | ((few == 2) & (kv_head == 0)))[:, None])
+    tl.store(lane + value_lane + d, v)
+
+
 def queries_and_cache(
     projected: Tensor, step: ManyTokens, norms: MsaNorms, query: Tensor, index_query: Tensor, lanes: LaneViews,
     layout: PageLayout, *, rotary_dim: int, eps: float = 1e-6, pdl: bool = False,
@@ -128,13 +218,28 @@ def queries_and_cache(
     """
     tokens, q_heads, head_dim = query.shape
     kv = layout.kv_heads
+    group, half, rest = q_heads // kv, rotary_dim // 2, head_dim - rotary_dim
+    types = {projected.dtype, query.dtype, index_query.dtype, lanes.kv.dtype, lanes.index.dtype, *_types_of(norms)}
+    if len(types) == 1 and rest > 0 and all(width & (width - 1) == 0 for width in (half, rest)):
+        _plain_queries_and_cache[(tokens, kv)](
+            projected, step.positions, step.rows, step.page_table, step.page_table.stride(0), step.cos, step.sin,
+            norms.query, norms.key, norms.index_query, norms.index_key, query, index_query,
+            lanes.kv, lanes.kv_stride, lanes.key, lanes.value, lanes.index, lanes.index_stride, lanes.index_key, eps,
+            Q_HEADS=q_heads, KV_HEADS=kv, GROUP=group, D=head_dim, PAGE=layout.page_tokens, HALF=half,
+            num_warps=max(1, group // 8), PDL=pdl, **launch_options(pdl),
+        )  # fmt: skip
+        return
     _queries_and_cache[(tokens, kv)](
         projected, step.positions, step.rows, step.page_table, step.page_table.stride(0), step.cos, step.sin,
         norms.query, norms.key, norms.index_query, norms.index_key, query, index_query,
         lanes.kv, lanes.kv_stride, lanes.key, lanes.value,
         lanes.scales, lanes.scale_stride, lanes.key_scale, lanes.value_scale,
         lanes.index, lanes.index_stride, lanes.index_key, eps,
-        Q_HEADS=q_heads, KV_HEADS=kv, GROUP=q_heads // kv, D=head_dim, PAGE=layout.page_tokens, HALF=rotary_dim // 2,
+        Q_HEADS=q_heads, KV_HEADS=kv, GROUP=group, D=head_dim, PAGE=layout.page_tokens, HALF=half,
         FORMAT=NUMBER[layout.kv_format], INDEX_FORMAT=NUMBER[layout.index_format],
         num_warps=1, PDL=pdl, **launch_options(pdl),
     )  # fmt: skip
+
+
+def _types_of(norms: MsaNorms) -> set[torch.dtype]:
+    return {norms.query.dtype, norms.key.dtype, norms.index_query.dtype, norms.index_key.dtype}

@@ -10,12 +10,15 @@ from longturn.kernels.norm import add_norm
 
 
 def project_many(
-    x: Tensor, norm_weight: Tensor, weight: Tensor, normed: Tensor, out: Tensor, *, eps: float = 1e-6, pdl: bool = False
-) -> None:
-    """out [T, N] = norm(x [T, K]) @ weight [N, K].T, all of one type; `normed` is scratch, flat, at least T * K."""
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, normed: Tensor, out: Tensor, *, eps: float = 1e-6,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """out [T, N] = norm(x [T, K]) @ weight [N, K].T, all of one type; `normed` is scratch, flat, at least T * K, or
+    without a `norm_weight` holds norm(x) already."""
     tokens, width = x.shape
     normed = normed[: tokens * width].view(tokens, width)
-    add_norm(x, norm_weight, normed, eps=eps, pdl=pdl)
+    if norm_weight is not None:
+        add_norm(x, norm_weight, normed, eps=eps, pdl=pdl)
     torch.mm(normed, weight.T, out=out)
 
 

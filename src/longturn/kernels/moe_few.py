@@ -1,14 +1,15 @@
 """Mixture of experts for 2 to 64 tokens (quantised weights: from 1): five launches, nothing permuted, every chosen
 expert's weights read once (moe_few_kernels.py).
 
-    logits          `small_linear`, exact, or `_router`
+    logits          `small_linear`, exact, or `_router`, or `_router_wide`
     choose          top experts and their shares of each token, and the normalised token
     experts_in      a program is (pair of token and choice, tile of rows); the first pair of each expert gathers all
                     tokens that chose it, the others leave at once, so no list of experts is built beforehand
     experts_down    the same for the down projection, one output row a pair
     combine         residual plus shared plus the weighted sum, in a fixed order, so that runs agree to the bit
 
-The shared expert takes part as further programs of the same two launches.
+The shared expert takes part as further programs of the same two launches. A dense layer's down projection, where it is
+quantised and its tokens are few, is a matrix like any other (packed_linear_rows.py) and ends the layer.
 """
 
 from __future__ import annotations
@@ -20,10 +21,22 @@ import triton
 from torch import Tensor
 
 from longturn.kernels.dependent import launch_options
-from longturn.kernels.moe_few_kernels import _choose, _combine, _combine_norm, _experts_down, _experts_in, _router
+from longturn.kernels.moe_few_kernels import (
+    _choose,
+    _combine,
+    _combine_norm,
+    _experts_down,
+    _experts_in,
+    _router,
+    _router_wide,
+)
+from longturn.kernels.norm import add_norm
+from longturn.kernels.packed_linear_rows import ring_plan
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
 from longturn.kernels.small_linear import as_operand, largest_power_of_two, row_block, small_linear
 
+_ROUTER_BLOCK, _ROUTER_TOKENS = 1024, 8
+"""Columns and tokens of a tile of `_router_wide`, for rows longer than 2,048."""
 _TURN_COLUMNS = 4096
 """Columns of all tiles of a program of the down projection, at most, if it takes several."""
 
@@ -85,6 +98,9 @@ class MoePlan:
     down_turns: int = 1
     """Tiles of plain routed weights of the down projection that a program takes, one after the other, where their rows
     are short."""
+    in_dependent: bool = True
+    """Whether the first product is launched dependently, if the others are: at one token it gains nothing from an early
+    start, and its successor's programs would take places beside it."""
 
     @staticmethod
     def default(form: WeightFormat, tokens: int, width: int = 0) -> MoePlan:
@@ -93,7 +109,9 @@ class MoePlan:
         In two warps decoding and products alternate; four would wait for the products of every part of a word.
         """
         if form is not WeightFormat.PLAIN and tokens <= 16:
-            return MoePlan(in_rows=32, in_block=256, down_rows=64, down_block=256, warps=2, token_tile=8)
+            return MoePlan(
+                in_rows=32, in_block=256, down_rows=64, down_block=256, warps=2, token_tile=8, in_dependent=tokens > 1
+            )
         if form is not WeightFormat.PLAIN:
             return MoePlan(in_block=256, down_block=256)
         if width > 2048 and 4 < tokens <= 16:
@@ -112,14 +130,15 @@ def moe_few_tokens(
     w13: Tensor | PackedWeight, w2: Tensor | PackedWeight, shared_w13: Tensor | PackedWeight,
     shared_w2: Tensor | PackedWeight, scratch: MoeScratch, *, top_experts: int, scaling_factor: float,
     alpha: float = 1.702, beta: float = 1.0, limit: float = 7.0, eps: float = 1e-6, plan: MoePlan | None = None,
-    next_norm: Tensor | None = None, pdl: bool = False,
+    next_norm: Tensor | None = None, next_packed: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """x += MoE(norm(x)) for x [tokens, n], in place; rows with position -1 are computed without routed experts.
 
     router_weight fp32 [E, n] and bias fp32 [E], E a power of two; w13 [E, 2i, n] (rows gate then up) and w2 [E, n, i],
     of one format; the shared expert's shared_w13 [2i, n] and shared_w2 [n, i], likewise, have the same inner width.
     With `top_experts` 0 the layer is a plain MLP of the shared weights: router_weight still tells E, w13 and w2 are
-    not read. With `next_norm` [n], scratch.normed is norm(x) by it afterwards, for the projection that follows.
+    not read. With `next_norm` [n], scratch.normed is norm(x) by it afterwards, for the projection that follows, in the
+    type of a quantised one's operands if it is `next_packed`.
     """
     tokens, n = x.shape
     shared_in, shared_out = as_packed(shared_w13), as_packed(shared_w2)
@@ -135,6 +154,7 @@ def moe_few_tokens(
         "PARTS": int(routed_in.format), "SHARED_PARTS": int(shared_in.format), "ASM": x.is_cuda,
     }  # fmt: skip
     normed, hidden = scratch.normed, scratch.hidden
+    next_normed = as_operand(scratch.normed) if next_packed else scratch.normed
     if WeightFormat.PLAIN not in (routed_in.format, shared_in.format):
         normed, hidden = as_operand(normed), as_operand(hidden)
     block = largest_power_of_two(n, 2048)
@@ -142,6 +162,11 @@ def moe_few_tokens(
         _router[(experts // 4, triton.cdiv(tokens, 4))](
             x, norm_weight, router_weight, scratch.logits, tokens, eps, EXPERTS=experts, K=n, ROWS=4, num_warps=4,
             **more,
+        )  # fmt: skip
+    elif top_experts and tokens > 1 and n % _ROUTER_BLOCK == 0 and n > 2048:
+        _router_wide[(experts, triton.cdiv(tokens, _ROUTER_TOKENS))](
+            x, norm_weight, router_weight, scratch.logits, tokens, eps, EXPERTS=experts, K=n, BLOCK=_ROUTER_BLOCK,
+            TOKENS=_ROUTER_TOKENS, num_warps=8, **more,
         )  # fmt: skip
     elif top_experts:
         small_linear(x, router_weight, scratch.logits, norm_weight=norm_weight, eps=eps, exact=True, pdl=pdl)
@@ -154,8 +179,17 @@ def moe_few_tokens(
         shared_in.words, shared_in.scales, shared_in.row_scales, hidden, tokens, inter,
         TOP=top_experts, K=n, BLOCK_K=block_of(routed_in, n, plan.in_block),
         SHARED_BLOCK_K=block_of(shared_in, n, plan.in_block), ROWS=plan.in_rows,
-        ALPHA=alpha, BETA=beta, LIMIT=limit, num_warps=plan.warps, **common, **more,
+        ALPHA=alpha, BETA=beta, LIMIT=limit, num_warps=plan.warps, **common,
+        **(more if plan.in_dependent else {"PDL": False}),
     )  # fmt: skip
+    if not top_experts:
+        inner = hidden[: tokens * inter].view(tokens, inter)
+        if ring_plan(inner, shared_out) is not None:
+            # A matrix of its own: no list of pairs, and the residual added at once.
+            small_linear(inner, shared_out, x, residual=x, pdl=pdl)
+            if next_norm is not None:
+                add_norm(x, next_norm, next_normed, eps=eps, pdl=pdl)
+            return
     turns = 1
     if top_experts and {routed_out.format, shared_out.format} == {WeightFormat.PLAIN}:
         turns = min(plan.down_turns, max(1, _TURN_COLUMNS // inter))
@@ -170,8 +204,8 @@ def moe_few_tokens(
     )  # fmt: skip
     if next_norm is not None:
         _combine_norm[(tokens,)](
-            scratch.parts, scratch.experts, scratch.shares, x, next_norm, scratch.normed, eps,
-            TOP=top_experts, PAIRS=pairs, K=n, BLOCK=block, num_warps=8, **more,
+            scratch.parts, scratch.experts, scratch.shares, x, next_norm, next_normed, eps,
+            TOP=top_experts, PAIRS=pairs, K=n, BLOCK=block, num_warps=8 if n <= 2048 else 16, **more,
         )  # fmt: skip
         return
     block = largest_power_of_two(n, 512)

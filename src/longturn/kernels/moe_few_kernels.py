@@ -2,6 +2,8 @@
 
 # Functions under triton.jit are written in Triton's types, which mypy does not know.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# Tuples that grow are constants to the compiler, a change of type to mypy.
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -47,6 +49,32 @@ def _router(
 
 
 @triton.jit
+def _router_wide(
+    x, norm_weight, weight, logits, tokens, eps,
+    EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Logits of TOKENS tokens and one expert, whose weights a program holds for all of them; rows of several BLOCKs."""
+    expert = tl.program_id(0)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, BLOCK)
+    tiles, gains = (), ()
+    for k in tl.static_range(0, K, BLOCK):
+        tiles = tiles + (tl.load(weight + expert * K + k + column),)  # noqa: RUF005
+        gains = gains + (tl.load(norm_weight + k + column),)  # noqa: RUF005
+    wait_then_release(PDL)
+    row = x + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * K + column[None, :]
+    total = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
+    square = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
+    for k in tl.static_range(0, K, BLOCK):
+        value = tl.load(row + k, cache_modifier=FRESH).to(tl.float32)
+        square += value * value
+        gain = gains[k // BLOCK].to(tl.float32) + 1.0
+        total += value * (tiles[k // BLOCK] * gain)[None, :]
+    y = tl.sum(total, axis=1) * tl.rsqrt(tl.sum(square, axis=1) / K + eps)
+    tl.store(logits + token * EXPERTS + expert, y, mask=token < tokens)
+
+
+@triton.jit
 def _choose(
     logits, bias, positions, x, norm_weight, normed, experts, shares, scaling_factor, eps,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
@@ -54,15 +82,19 @@ def _choose(
 ):  # fmt: skip
     token = tl.program_id(0)
     column = tl.arange(0, BLOCK_K)
+    gains, values = (), ()
+    for k in tl.static_range(0, K, BLOCK_K):
+        gains = gains + (tl.load(norm_weight + k + column),)  # noqa: RUF005
     wait_then_release(PDL)
     square = tl.zeros([BLOCK_K], dtype=tl.float32)
     for k in tl.static_range(0, K, BLOCK_K):
-        value = tl.load(x + token.to(tl.int64) * K + k + column, cache_modifier=FRESH).to(tl.float32)
-        square += value * value
+        value = tl.load(x + token.to(tl.int64) * K + k + column, cache_modifier=FRESH)
+        wide = value.to(tl.float32)
+        square += wide * wide
+        values = values + (value,)  # noqa: RUF005
     scale = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
     for k in tl.static_range(0, K, BLOCK_K):
-        value = tl.load(x + token.to(tl.int64) * K + k + column, cache_modifier=FRESH).to(tl.float32) * scale
-        value = value * (tl.load(norm_weight + k + column).to(tl.float32) + 1.0)
+        value = values[k // BLOCK_K].to(tl.float32) * scale * (gains[k // BLOCK_K].to(tl.float32) + 1.0)
         tl.store(normed + token.to(tl.int64) * K + k + column, value.to(normed.dtype.element_ty))
     if TOP > 0:
         expert = top_in_warps(logits + token * EXPERTS, bias, EXPERTS, TOP, WARPS)
@@ -259,17 +291,19 @@ def _combine_norm(
     token = tl.program_id(0)
     row = token.to(tl.int64) * K
     column = tl.arange(0, BLOCK)
-    gain = tl.load(norm_weight + column).to(tl.float32) + 1.0
+    gains, values = (), ()
+    for k in tl.static_range(0, K, BLOCK):
+        gains = gains + (tl.load(norm_weight + k + column),)  # noqa: RUF005
     release_then_wait(PDL)
     square = tl.zeros([BLOCK], dtype=tl.float32)
     for k in tl.static_range(0, K, BLOCK):
         value = _combined(parts, experts, shares, x, token, k + column, K, TOP, PAIRS).to(x.dtype.element_ty)
-        tl.store(x + row + k + column, value)
         wide = value.to(tl.float32)
         square += wide * wide
+        values = values + (value,)  # noqa: RUF005
     scale = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+    # Stores after all loads: one between them would keep the compiler from asking for the next block's parts.
     for k in tl.static_range(0, K, BLOCK):
-        if K != BLOCK:
-            wide = tl.load(x + row + k + column, cache_modifier=FRESH).to(tl.float32)
-            gain = tl.load(norm_weight + k + column).to(tl.float32) + 1.0
-        tl.store(normed + row + k + column, (wide * scale * gain).to(normed.dtype.element_ty))
+        tl.store(x + row + k + column, values[k // BLOCK])
+        value = values[k // BLOCK].to(tl.float32) * scale * (gains[k // BLOCK].to(tl.float32) + 1.0)
+        tl.store(normed + row + k + column, value.to(normed.dtype.element_ty))

@@ -19,6 +19,7 @@ from longturn.kernels.moe_many_experts import combine_experts, experts_down, exp
 from longturn.kernels.moe_many_packed import experts_down_packed, experts_in_packed
 from longturn.kernels.moe_many_route import choose_experts, router_logits, sort_choices
 from longturn.kernels.moe_many_shared import shared_apart_pays, shared_hidden
+from longturn.kernels.norm import add_norm
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
 from longturn.kernels.small_linear import as_operand, largest_power_of_two
 
@@ -40,7 +41,7 @@ class MoeManyPlan:
     down_warps: int = 4
     router_tokens: int = 64
     router_parts: int = 4
-    router_block: int = 32
+    router_block: int = 64
     shared_apart: bool | None = None
     """Whether a plain shared expert (or dense MLP) is computed by `moe_many_shared`; None leaves it to its size."""
     copied: bool = False
@@ -50,7 +51,7 @@ class MoeManyPlan:
     def default(tokens: int, experts: int, top_experts: int) -> MoeManyPlan:
         """A plan for a bucket of `tokens` tokens."""
         each = tokens * max(top_experts, 1) / experts if top_experts else tokens
-        parts = 16 if tokens <= 512 else 8 if tokens <= 1024 else 4
+        parts = 16 if tokens <= 640 else 8 if tokens <= 1280 else 4
         if each <= 12:
             return MoeManyPlan(tile=16, in_block=128, down_block=128, router_parts=parts)
         if each <= 48:
@@ -85,6 +86,7 @@ class MoeManyPlan:
             self, tile=min(self.tile, 32), least=32,
             in_columns=min(self.in_columns, 64), in_block=min(self.in_block, block), in_stages=2,
             down_columns=min(self.down_columns, 64), down_block=min(self.down_block, block), down_stages=2,
+            router_block=min(self.router_block, 32),
         )  # fmt: skip
 
     def shared_bytes(self, element_bytes: int) -> int:
@@ -101,8 +103,6 @@ class MoeManyScratch:
 
     logits: Tensor
     """fp32 [router parts, T, E]; a small step has more parts than a large one."""
-    squares: Tensor
-    """fp32 [router parts, T]."""
     normed: Tensor
     """[T, n] of the weights' type."""
     experts: Tensor
@@ -144,7 +144,6 @@ class MoeManyScratch:
 
         return MoeManyScratch(
             logits=of(torch.float32, sums * experts),
-            squares=of(torch.float32, sums),
             normed=of(like.dtype, tokens * width),
             experts=of(torch.int32, choices),
             shares=of(torch.float32, choices),
@@ -171,13 +170,14 @@ def moe_many_tokens(
     w13: Tensor | PackedWeight, w2: Tensor | PackedWeight, shared_w13: Tensor | PackedWeight,
     shared_w2: Tensor | PackedWeight, scratch: MoeManyScratch, *, top_experts: int, scaling_factor: float,
     alpha: float = 1.702, beta: float = 1.0, limit: float = 7.0, eps: float = 1e-6, plan: MoeManyPlan | None = None,
-    pdl: bool = False,
+    next_norm: Tensor | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """x += MoE(norm(x)) for x [T, n], in place; padding (position -1) is computed without routed experts.
 
     router_weight fp32 [E, n] and bias fp32 [E], E a power of two; w13 [E, 2i, n] (rows gate then up) and w2 [E, n, i];
     the shared expert's shared_w13 [2i, n] and shared_w2 [n, i] have the same inner width; `top_experts` is a power of
-    two. w13 and w2 are of one format, and so are the shared ones; see `reads_packed`. With `top_experts` 0 the layer is
+    two. With `next_norm`, the beginning of `scratch.normed` becomes norm(x) [T, n] by it, for what comes next.
+    w13 and w2 are of one format, and so are the shared ones; see `reads_packed`. With `top_experts` 0 the layer is
     a plain MLP of the shared weights, w13 and w2 are not read and may be the shared ones.
     """
     tokens, n = x.shape
@@ -191,10 +191,11 @@ def moe_many_tokens(
     most_parts = max(int(routed_in.format), int(shared_in.format))
     plan = (plan or make(tokens, experts, top_experts)).fitting(x.element_size(), most_parts)
     normed, hidden = scratch.normed, scratch.hidden
+    next_normed = normed[: tokens * n].view(tokens, n)
     if WeightFormat.PLAIN not in formats:
         normed, hidden = as_operand(normed), as_operand(hidden)
     more = {"PDL": pdl, **launch_options(pdl)}
-    parts = min(plan.router_parts, scratch.squares.numel() // tokens)
+    parts = min(plan.router_parts, scratch.logits.numel() // (tokens * experts))
     while parts > 1 and n % (parts * plan.router_block):
         parts -= 1
     choices = tokens * top_experts
@@ -208,13 +209,13 @@ def moe_many_tokens(
     total_tiles = scratch.total_tiles if top_experts else scratch.no_tiles
     if top_experts:
         router_logits[(triton.cdiv(tokens, plan.router_tokens), parts)](
-            x, norm_weight, router_weight, scratch.logits, scratch.squares, scratch.counts, tokens,
+            x, norm_weight, router_weight, scratch.logits, scratch.counts, tokens,
             EXPERTS=experts, K=n, BLOCK_K=largest_power_of_two(n // parts, plan.router_block), PARTS=parts,
             TOKENS=plan.router_tokens, STAGES=3, num_warps=4, **more,
         )  # fmt: skip
     choose_experts[(tokens,)](
-        x, norm_weight, positions, scratch.logits, scratch.squares, bias, normed, scratch.experts,
-        scratch.shares, scratch.ranks, scratch.counts, tokens, scaling_factor, eps,
+        x, norm_weight, positions, scratch.logits, bias, normed, scratch.experts, scratch.shares, scratch.ranks,
+        scratch.counts, tokens, scaling_factor, eps,
         EXPERTS=experts, TOP=top_experts, K=n, BLOCK_K=largest_power_of_two(n, 2048), PARTS=parts, num_warps=4, **more,
     )  # fmt: skip
     if top_experts:
@@ -231,6 +232,8 @@ def moe_many_tokens(
         )  # fmt: skip
         if not top_experts:
             x.addmm_(own, shared_out.words.T)
+            if next_norm is not None:
+                add_norm(x, next_norm, next_normed, eps=eps, pdl=pdl)
             return
         torch.mm(own, shared_out.words.T, out=scratch.parts[: tokens * n].view(tokens, n))
     lists = (
@@ -275,10 +278,11 @@ def moe_many_tokens(
             hidden, *_of(routed_out), *_of(shared_out), scratch.parts, *lists,
             BLOCK_K=down_block, SHARED_BLOCK_K=down_block, num_warps=plan.down_warps, **form, **out, **more,
         )  # fmt: skip
-    block = largest_power_of_two(n, 1024)
-    combine_experts[(tokens, n // block)](
-        scratch.parts, scratch.experts, scratch.shares, x, tokens, TOP=top_experts, N=n, BLOCK=block, num_warps=4,
-        **more,
+    norm = next_norm is not None
+    block = largest_power_of_two(n, 2048 if norm else 1024)
+    combine_experts[(tokens, 1 if norm else n // block)](
+        scratch.parts, scratch.experts, scratch.shares, x, next_norm if norm else norm_weight, next_normed, tokens, eps,
+        TOP=top_experts, N=n, BLOCK=block, NORM=norm, num_warps=4, **more,
     )  # fmt: skip
 
 

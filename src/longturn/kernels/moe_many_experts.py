@@ -105,11 +105,13 @@ def experts_in(
 def down_rows(
     hidden, base, parts, tile, shared_tiles, sorted_choices, start, size, before, column,
     N: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Columns `column` of parts, `before` lines further on than the choices of the tile's first ROWS rows."""
+    """Columns `column` of parts, `before` lines further on than the choices of the tile's first ROWS rows, once the
+    kernel before is done if PDL."""
     index, ok = rows_of(tile, shared_tiles, sorted_choices, start, size, TILE, ROWS)
     line = index + before
+    wait_then_release(PDL)
     row = tile.to(tl.int64) * TILE + tl.arange(0, ROWS)
     k_at = tl.arange(0, BLOCK_K)
     h_at = hidden + row[:, None] * INTER + k_at[None, :]
@@ -134,8 +136,9 @@ def experts_down(
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tl.program_id(1)
-    wait_then_release(PDL)
+    # The lists are older than the kernel before.
     if tile - shared_tiles >= tl.load(total_tiles, cache_modifier=FRESH):
+        wait_then_release(PDL)
         return
     expert, start, size = tile_of(tile, shared_tiles, tile_expert, first_tile, counts, tokens, TILE)
     base = shared_w2
@@ -146,30 +149,51 @@ def experts_down(
     if LEAST < TILE and size <= LEAST:
         down_rows(
             hidden, base, parts, tile, shared_tiles, sorted_choices, start, size, before, column,
-            N, INTER, TILE, LEAST, COLUMNS, BLOCK_K, STAGES,
+            N, INTER, TILE, LEAST, COLUMNS, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
     else:
         down_rows(
             hidden, base, parts, tile, shared_tiles, sorted_choices, start, size, before, column,
-            N, INTER, TILE, TILE, COLUMNS, BLOCK_K, STAGES,
+            N, INTER, TILE, TILE, COLUMNS, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def combine_experts(
-    parts, experts, shares, x, tokens, TOP: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """x += shared + weighted routed parts, in a fixed order."""
+    parts, experts, shares, x, next_norm, normed, tokens, eps,
+    TOP: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x += shared + weighted routed parts, in a fixed order; and with NORM normed = norm(x) for the next layer, its
+    statistics those of x as rounded. The grid is (T, N / BLOCK), with NORM (T)."""
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = token.to(tl.int64) * N
+    # All but the parts is older than the kernel before.
+    before = tl.load(x + row + column, cache_modifier=FRESH).to(tl.float32)
     wait_then_release(PDL)
-    at = token.to(tl.int64) * N + column
-    total = tl.load(x + at, cache_modifier=FRESH).to(tl.float32)
-    total += tl.load(parts + at, cache_modifier=FRESH).to(tl.float32)
-    for k in tl.static_range(TOP):
-        choice = token * TOP + k
-        there = tl.load(experts + choice, cache_modifier=FRESH) >= 0
-        part_at = parts + (tokens + choice).to(tl.int64) * N + column
-        part = tl.load(part_at, mask=there & (column >= 0), other=0.0, cache_modifier=FRESH).to(tl.float32)
-        total += part * tl.load(shares + choice, cache_modifier=FRESH)
-    tl.store(x + at, total.to(x.dtype.element_ty))
+    square = tl.zeros([BLOCK], dtype=tl.float32)
+    BLOCKS: tl.constexpr = N // BLOCK if NORM else 1
+    for i in tl.static_range(BLOCKS):
+        at = row + i * BLOCK + column
+        if i > 0:
+            before = tl.load(x + at, cache_modifier=FRESH).to(tl.float32)
+        total = before + tl.load(parts + at, cache_modifier=FRESH).to(tl.float32)
+        for k in tl.static_range(TOP):
+            choice = token * TOP + k
+            there = tl.load(experts + choice, cache_modifier=FRESH) >= 0
+            part_at = parts + (tokens + choice).to(tl.int64) * N + i * BLOCK + column
+            part = tl.load(part_at, mask=there & (column >= 0), other=0.0, cache_modifier=FRESH).to(tl.float32)
+            total += part * tl.load(shares + choice, cache_modifier=FRESH)
+        rounded = total.to(x.dtype.element_ty)
+        tl.store(x + at, rounded)
+        if NORM:
+            wide = rounded.to(tl.float32)
+            square += wide * wide
+    if NORM:
+        scale = tl.rsqrt(tl.sum(square, axis=0) / N + eps)
+        for i in tl.static_range(BLOCKS):
+            at = i * BLOCK + column
+            if BLOCKS > 1:
+                wide = tl.load(x + row + at, cache_modifier=FRESH).to(tl.float32)
+            result = wide * scale * (tl.load(next_norm + at).to(tl.float32) + 1.0)
+            tl.store(normed + row + at, result.to(normed.dtype.element_ty))

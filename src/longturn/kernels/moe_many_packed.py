@@ -91,7 +91,7 @@ def _down_packed(
     if PARTS == 1:
         down_rows(
             hidden, words + expert * (N * INTER), parts, tile, shared_tiles, sorted_choices, start, size, before,
-            column, N, INTER, TILE, TILE, COLUMNS, BLOCK_K, STAGES,
+            column, N, INTER, TILE, TILE, COLUMNS, BLOCK_K, STAGES, False,
         )  # fmt: skip
     else:
         index, ok = rows_of(tile, shared_tiles, sorted_choices, start, size, TILE, TILE)

@@ -19,11 +19,14 @@ from longturn.kernels.moe_choice import swiglu_oai
 
 _LEAST_PRODUCTS = 25_000_000_000
 """Of tokens, width and inner width: below it launches of their own cost more than the library saves."""
+_LEAST_LONG_PRODUCTS = 4_000_000_000
+"""The same for steps of `_LONG` tokens, whose experts are bound by products and not by reading weights."""
+_LONG = 4096
 
 
 def shared_apart_pays(tokens: int, width: int, inter: int) -> bool:
     """Whether `shared_hidden` is faster than further tiles of the routed experts' launches."""
-    return tokens * width * inter >= _LEAST_PRODUCTS
+    return tokens * width * inter >= (_LEAST_LONG_PRODUCTS if tokens >= _LONG else _LEAST_PRODUCTS)
 
 
 @triton.jit

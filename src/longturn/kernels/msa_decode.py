@@ -48,7 +48,7 @@ def msa_decode(
     stride = rows.page_table.stride(0)
     single = plan.chunks >= shape.max_blocks
     forced = {"TOP": shape.top_blocks, "INIT": shape.init_blocks, "LOCAL": shape.local_blocks}
-    _scores[(plan.chunks, n)](
+    _scores[(plan.chunks + 1, n)](
         projected, rows.positions, rows.page_table, stride, rows.cos, rows.sin,
         norms.index_query, norms.key, norms.index_key, *kv, *scales, lanes.index, lanes.index_stride, lanes.index_key,
         scratch.scores, shape.max_blocks, shape.eps, FORMAT=form, INDEX_FORMAT=NUMBER[layout.index_format],

@@ -36,7 +36,8 @@ def _scores(
     FORMAT: tl.constexpr, INDEX_FORMAT: tl.constexpr,
     CHUNKS: tl.constexpr, PAGES: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0)
+    # The first program of a row writes the new token, which takes as long as scoring a few blocks: it scores none.
+    chunk = tl.program_id(0) - 1
     row = tl.program_id(1)
     position = tl.load(positions + row, cache_modifier=FRESH)
     own_block = position // PAGE  # -1 // PAGE is 0 or -1 by rounding; both give no block below
@@ -45,20 +46,22 @@ def _scores(
     at = index_lane + key[:, None] * D + tl.arange(0, D)[None, :]
     if AHEAD:
         # Blocks below the own one were complete before this step: this program's only one needs no wait.
-        page = tl.load(table + chunk, mask=chunk < own_block, other=0, cache_modifier=FRESH).to(tl.int64)
-        keys = tl.load(index + page * index_stride + at, mask=chunk < own_block, other=0.0)
+        there = (chunk >= 0) & (chunk < own_block)
+        page = tl.load(table + chunk, mask=there, other=0, cache_modifier=FRESH).to(tl.int64)
+        keys = tl.load(index + page * index_stride + at, mask=there, other=0.0)
     else:
         # Pages of the next PAGES blocks. One by one in the loop they would be loads on which the loads of keys hang,
         # and the pipeline would hold half as many keys.
         slot = tl.arange(0, PAGES)
         next_block = chunk + slot * CHUNKS
-        pages = tl.load(table + next_block, mask=next_block < own_block, other=0, cache_modifier=FRESH)
+        there = (chunk >= 0) & (next_block < own_block)
+        pages = tl.load(table + next_block, mask=there, other=0, cache_modifier=FRESH)
     wait_then_release(PDL)
     if position < 0:
         return
     cos_row = cos + row * D
     sin_row = sin + row * D
-    if chunk == CHUNKS - 1:
+    if chunk < 0:
         new = tl.load(table + own_block, cache_modifier=FRESH).to(tl.int64)
         write_token_as(
             projected, row, key_norm, index_key_norm, cos_row, sin_row,
@@ -67,7 +70,7 @@ def _scores(
             index + new * index_stride + index_lane, position % PAGE, eps,
             Q_HEADS, KV_HEADS, D, PAGE, HALF, FORMAT, INDEX_FORMAT,
         )  # fmt: skip
-    if chunk < own_block:
+    if (chunk >= 0) & (chunk < own_block):
         head = tl.arange(0, 16)
         width: tl.constexpr = (Q_HEADS + 3 * KV_HEADS + 1) * D
         heads_at = projected + row.to(tl.int64) * width + (Q_HEADS + 2 * KV_HEADS + head) * D

@@ -24,7 +24,7 @@ from longturn.kernels.dependent import launch_options
 from longturn.kernels.kv_formats import E2M1_GROW, NUMBER, lane_views
 from longturn.kernels.many_tokens import TILE_TOKENS, ManyTokens
 from longturn.kernels.msa_many_attend import attend_lists, combine_parts, fill_lists, lay_out_lists
-from longturn.kernels.msa_many_scores import GROUP_BLOCKS, block_scores, top_blocks
+from longturn.kernels.msa_many_scores import LEAST_BLOCKS, block_scores, top_blocks
 from longturn.kernels.msa_plan import MsaNorms, MsaShape
 from longturn.kernels.pages import KvFormat
 
@@ -32,10 +32,17 @@ _LOG2E = 1.4426950408889634
 _HOPPER = "longturn.kernels.msa_many_hopper"
 
 
+def _score_tiles(shape: MsaShape) -> tuple[int, int]:
+    """Scores that `top_blocks` has for a head: the largest power of two in the context's bound, and one that is enough
+    for what is left, which may be 0."""
+    full = max(LEAST_BLOCKS, 1 << (shape.max_blocks.bit_length() - 1))
+    left = shape.max_blocks - full
+    return full, max(LEAST_BLOCKS, triton.next_power_of_2(left)) if left > 0 else 0
+
+
 def _score_stride(shape: MsaShape) -> int:
-    """Scores from one head to the next: a power of two of groups, so that `top_blocks` reads whole ones unmasked."""
-    groups: int = triton.next_power_of_2(triton.cdiv(shape.max_blocks, GROUP_BLOCKS))
-    return max(2, groups) * GROUP_BLOCKS
+    """Scores from one head to the next."""
+    return sum(_score_tiles(shape))
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ class MsaManyScratch:
     index_query: Tensor
     """[T, kv_heads, d] of the index key's type if it is plain, else fp16."""
     scores: Tensor
-    """fp32 [T, kv_heads, max_blocks rounded up to whole groups, see `top_blocks`]."""
+    """fp32 [T, kv_heads, max_blocks rounded up, see `top_blocks`]."""
     selected: Tensor
     """int32 [T, kv_heads, top_blocks]."""
     ranks: Tensor
@@ -227,12 +234,12 @@ def msa_many_tokens(
             TOKENS=plan.score_tokens, PROGRAMS=plan.score_programs, STAGES=plan.score_stages, CLEAR=256,
             INDEX_FORMAT=NUMBER[layout.index_format], num_warps=plan.score_warps, maxnreg=plan.score_registers, **more,
         )  # fmt: skip
-    groups = score_stride // GROUP_BLOCKS
+    full, rest = _score_tiles(shape)
     top_blocks[(tokens * kv,)](
         step.positions, step.rows, *table, scratch.scores, score_stride, scratch.selected, scratch.ranks,
         scratch.counts,
         KV_HEADS=kv, PAGE=layout.page_tokens, TOP=shape.top_blocks, INIT=shape.init_blocks, LOCAL=shape.local_blocks,
-        GROUPS=groups, num_warps=max(1, groups // 64), **more,
+        FULL=full, REST=rest, num_warps=max(1, full // 2048), **more,
     )  # fmt: skip
     lay_out_lists[(triton.cdiv(counters, 256),)](
         scratch.counts, counters, scratch.first_piece, scratch.piece_list, scratch.piece_size, scratch.piece_open,

@@ -51,7 +51,7 @@ def fill_lists(
 ):  # fmt: skip
     """entries[place] = the choice's number, (token * KV_HEADS + head) * TOP + slot, times PAGE, plus the last key of
     the page that its query sees. piece_open becomes 1 where that is not the page's last one for all."""
-    wait_then_release(PDL)
+    # All but `first_piece` is older than the kernel before.
     choice = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     block = tl.load(selected + choice, mask=choice < choices, other=-1, cache_modifier=FRESH)
     chosen = block >= 0
@@ -61,8 +61,10 @@ def fill_lists(
     position = tl.load(positions + token, mask=chosen, other=0, cache_modifier=FRESH)
     table = page_table + row.to(tl.int64) * table_stride
     page = tl.load(table + block, mask=chosen, other=0, cache_modifier=FRESH)
+    rank = tl.load(ranks + choice, mask=chosen, other=0, cache_modifier=FRESH)
+    wait_then_release(PDL)
     first = tl.load(first_piece + page * KV_HEADS + line % KV_HEADS, mask=chosen, other=0, cache_modifier=FRESH)
-    place = first * PIECE + tl.load(ranks + choice, mask=chosen, other=0, cache_modifier=FRESH)
+    place = first * PIECE + rank
     last = tl.minimum(position - block * PAGE, PAGE - 1)
     tl.store(entries + place, choice * PAGE + last, mask=chosen)
     tl.store(piece_open + place // PIECE, tl.full([SPAN], 1, tl.int32), mask=chosen & (last < PAGE - 1))

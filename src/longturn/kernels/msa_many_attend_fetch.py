@@ -44,6 +44,15 @@ def after_predecessor(PDL: gl.constexpr):
         gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def before_successor(PDL: gl.constexpr):
+    """Let the kernel after start launching, if it is launched early."""
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
 @constexpr_function
 def _lanes(WARPS):
     return gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -81,10 +90,10 @@ def _fetch_half(lanes, row, pages_of, full, empty, half):
 @gluon.jit
 def fetch_pages(
     lanes, pages_of, full, empty, piece_list, total_pieces, page_rows, key_row, value_row,
-    KV_HEADS: gl.constexpr, PAGE: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr,
+    KV_HEADS: gl.constexpr, PAGE: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """What one warp does: keys and values of this program's pieces, in their order."""
-    after_predecessor(PDL)
+    """What one warp does: keys and values of this program's pieces, in their order. It waits for nothing: pieces and
+    pages are older than the kernel before, which fills the lists."""
     own = own_pieces(total_pieces, PROGRAMS)
     half = 0
     for first in range(0, own, 32):

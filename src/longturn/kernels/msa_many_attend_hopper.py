@@ -34,6 +34,7 @@ from longturn.kernels.msa_many_attend_fetch import (
     ROWS,
     TILES,
     after_predecessor,
+    before_successor,
     copied,
     fetch_pages,
     gather_queries,
@@ -89,6 +90,8 @@ def _attend_tiles(
 ):  # fmt: skip
     """What four warps do: every other tile, from tile MINE on."""
     after_predecessor(PDL)
+    if MINE == 0:
+        before_successor(PDL)
     of_rows: gl.constexpr = gl.SliceLayout(1, _product())
     stored_rows: gl.constexpr = gl.SliceLayout(1, _stored())
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=_product(), k_width=2)
@@ -166,11 +169,6 @@ def attend_lists_hopper(
     """As `attend_lists`. `lanes` describes the cache as rows of D; a page's keys begin at row page * page_rows +
     key_row, its values at value_row. TOKENS * GROUP is ROWS. Column 32 a + 8 b + 2 u + e of a part is stored as column
     32 a + 8 u + 2 b + e, see `_in_lines`."""
-    after_predecessor(PDL)
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
     D: gl.constexpr = lanes.block_type.shape[1]
     pages_of = gl.allocate_shared_memory(gl.bfloat16, [HALVES, PAGE, D], lanes.layout)
     ring = gl.allocate_shared_memory(gl.bfloat16, [TILES, _ROWS, D], lanes.layout)
@@ -214,7 +212,7 @@ def attend_lists_hopper(
                 fetch_pages,
                 (
                     lanes, pages_of, pages_full, pages_empty, piece_list, total_pieces, page_rows, key_row, value_row,
-                    KV_HEADS, PAGE, PROGRAMS, PDL,
+                    KV_HEADS, PAGE, PROGRAMS,
                 ),
             ),
         ],

@@ -16,9 +16,9 @@ import triton.language as tl
 from longturn.kernels.dependent import FRESH, wait_then_release
 from longturn.kernels.kv_formats import PLAIN
 
-GROUP_BLOCKS = 32
-"""Blocks of a group of `top_blocks`: what a warp reads at once."""
-_GROUP = tl.constexpr(GROUP_BLOCKS)
+LEAST_BLOCKS = 32
+"""Of each of the two tiles of `top_blocks`: what a warp reads at once."""
+_LANES = tl.constexpr(32)
 _FORCED = tl.constexpr(0x7FFFFFFF)
 _ABSENT = tl.constexpr(-0x7FFFFFFF)
 
@@ -108,23 +108,52 @@ def _order_keys(base, block, count, INIT: tl.constexpr, LOCAL: tl.constexpr):
 
 
 @triton.jit
-def _first_of_best(key, block):
-    """The best key along the last axis, and the earliest of the blocks that have it."""
-    best = tl.max(key, axis=-1)
-    return best, tl.min(tl.where(key == tl.expand_dims(best, -1), block, 0x7FFFFFFF), axis=-1)
+def _chosen(key, block, bound, limit):
+    """Whether a key is above `bound`, or at it and of a block up to `limit`."""
+    return (key > bound) | ((key == bound) & (block <= limit))
+
+
+@triton.jit
+def _store_chosen(to, here, first, SIZE: tl.constexpr):
+    """Store the numbers of the chosen of SIZE blocks from `first` on at `to`; how many they are.
+
+    A lane's come before the next lane's. Each lane packs which of its blocks are chosen into the bits of a word, so
+    that 32 counts pass between lanes and not one a block; that would be most of the kernel's time."""
+    if SIZE >= 4 * _LANES:
+        ROUNDS: tl.constexpr = min(SIZE // (4 * _LANES), 8)
+        GROUPS: tl.constexpr = SIZE // (4 * _LANES * ROUNDS)
+        bits = tl.reshape(here.to(tl.int32), [GROUPS, ROUNDS, _LANES, 4])
+        shift = (4 * tl.arange(0, ROUNDS))[None, :, None, None] + tl.arange(0, 4)[None, None, None, :]
+        left = tl.reshape(tl.sum(tl.sum(bits << shift, axis=3), axis=1), [GROUPS * _LANES])
+        count = tl.reshape(tl.sum(tl.sum(bits, axis=3), axis=1), [GROUPS * _LANES])
+        lane = tl.arange(0, GROUPS * _LANES)
+        number = first + lane // _LANES * (4 * _LANES * ROUNDS) + lane % _LANES * 4
+        place = tl.cumsum(count, axis=0) - count
+        while tl.max((left != 0).to(tl.int32), axis=0) > 0:
+            lowest = (left & (0 - left)).to(tl.uint32, bitcast=True).to(tl.float32)
+            bit = (lowest.to(tl.int32, bitcast=True) >> 23) - 127
+            tl.store(to + place, number + bit // 4 * (4 * _LANES) + bit % 4, mask=left != 0)
+            left = left & (left - 1)
+            place += 1
+        return tl.sum(count, axis=0)
+    else:
+        count = here.to(tl.int32)
+        tl.store(to + tl.cumsum(count, axis=0) - count, first + tl.arange(0, SIZE), mask=here)
+        return tl.sum(count, axis=0)
 
 
 @triton.jit
 def top_blocks(
     positions, rows, page_table, table_stride, scores, score_stride, selected, ranks, counts,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TOP: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
-    GROUPS: tl.constexpr, PDL: tl.constexpr,
+    FULL: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The chosen blocks of each token and head, int32 [T, KV_HEADS, TOP], -1 at the end where there are fewer; one
-    program each. Among equal scores the earlier block wins. score_stride is GROUPS * GROUP_BLOCKS.
+    """The chosen blocks of each token and head, int32 [T, KV_HEADS, TOP], in an order that is always the same, -1 at
+    the end where there are fewer; one program each. Among equal scores the earlier block wins. score_stride is FULL +
+    REST, two powers of two: one tile for all would be half empty where a graph's bound is little above one.
 
-    Only the best of each group of blocks is kept in registers. The best of those is chosen, TOP times; its group is
-    then read again for the best of what comes after it in the order.
+    All keys stay in registers. A bound that exactly TOP of them reach is found by halving, a count a step, each a few
+    instructions a key and one reduction; taking the best TOP times would read its group of blocks again each time.
 
     Each choice also takes its place in the list of its page: `ranks` is its place, `counts` [pages, KV_HEADS] the
     lists' lengths, which must be 0 before. Places come from an atomic count and so differ between runs; results don't,
@@ -133,31 +162,62 @@ def top_blocks(
     line = tl.program_id(0)
     token = line // KV_HEADS
     head = line % KV_HEADS
-    wait_then_release(PDL)
+    # What the step began with is older than the kernel before.
     position = tl.load(positions + token, cache_modifier=FRESH)
-    count = tl.where(position >= 0, position // PAGE + 1, 0)
-    slot = tl.arange(0, TOP)
-    group = tl.arange(0, GROUPS)
-    member = tl.arange(0, _GROUP)
-    base = scores + line.to(tl.int64) * score_stride
-    all_blocks = group[:, None] * _GROUP + member[None, :]
-    best, where = _first_of_best(_order_keys(base, all_blocks, count, INIT, LOCAL), all_blocks)
-    block = tl.full([TOP], -1, tl.int32)
-    for k in tl.range(0, tl.minimum(count, TOP)):  # a loop, not unrolled: its code is small enough to stay cached
-        most = tl.max(best, axis=0)
-        at = tl.min(tl.where(best == most, where, 0x7FFFFFFF), axis=0)
-        block = tl.where(slot == k, at, block)
-        of = at // _GROUP
-        others = of * _GROUP + member
-        key = _order_keys(base, others, count, INIT, LOCAL)
-        key = tl.where((key < most) | ((key == most) & (others > at)), key, _ABSENT)
-        next_best, next_where = _first_of_best(key, others)
-        best = tl.where(group == of, next_best, best)
-        where = tl.where(group == of, next_where, where)
-    chosen = slot < count
-    to = line * TOP + slot
-    tl.store(selected + to, block)
     table = page_table + tl.load(rows + token, cache_modifier=FRESH).to(tl.int64) * table_stride
-    page = tl.load(table + block, mask=chosen, other=0, cache_modifier=FRESH)
+    wait_then_release(PDL)
+    count = tl.where(position >= 0, position // PAGE + 1, 0)
+    base = scores + line.to(tl.int64) * score_stride
+    block = tl.arange(0, FULL)
+    key = _order_keys(base, block, count, INIT, LOCAL)
+    later, rest = block, key
+    high = tl.max(tl.where(key == _FORCED, _ABSENT, key), axis=0)
+    if REST > 0:
+        later = FULL + tl.arange(0, REST)
+        rest = _order_keys(base, later, count, INIT, LOCAL)
+        high = tl.maximum(high, tl.max(tl.where(rest == _FORCED, _ABSENT, rest), axis=0))
+    # `low` is reached by TOP blocks or more (by all, if there are fewer), `high` by fewer; `many` reach `low`.
+    low = count * 0 + (_ABSENT + 1)
+    if FULL >= 4 * _LANES and TOP <= _LANES:
+        # Of the lanes that have a block at all, TOP or more reach the least of the lanes' largest keys.
+        lanes = tl.max(tl.max(tl.reshape(key, [FULL // (4 * _LANES), _LANES, 4]), axis=2), axis=0)
+        low = tl.where(count >= 4 * TOP, tl.min(tl.where(lanes == _ABSENT, _FORCED, lanes), axis=0), low)
+    low, high = low.to(tl.int64), high.to(tl.int64) + 1
+    if INIT + LOCAL >= TOP:
+        low = tl.where(count >= TOP, _FORCED, low)
+    high = tl.where(count > TOP, high, low)
+    many = tl.where(count > TOP, count, 0)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        reached = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), axis=0)
+        if REST > 0:
+            reached += tl.sum((rest >= middle.to(tl.int32)).to(tl.int32), axis=0)
+        low = tl.where(reached >= TOP, middle, low)
+        many = tl.where(reached >= TOP, reached, many)
+        high = tl.where(reached > TOP, high, tl.where(reached == TOP, middle + 1, middle))
+    bound = low.to(tl.int32)
+    limit = FULL + REST
+    if many > TOP:  # of the blocks at the bound the first ones, up to a block that is found by halving too
+        above = tl.sum((key > bound).to(tl.int32), axis=0)
+        if REST > 0:
+            above += tl.sum((rest > bound).to(tl.int32), axis=0)
+        before = -1
+        while limit - before > 1:
+            middle = (before + limit) >> 1
+            reached = above + tl.sum(((key == bound) & (block <= middle)).to(tl.int32), axis=0)
+            if REST > 0:
+                reached += tl.sum(((rest == bound) & (later <= middle)).to(tl.int32), axis=0)
+            limit = tl.where(reached >= TOP, middle, limit)
+            before = tl.where(reached >= TOP, before, middle)
+    to = selected + line * TOP
+    stored = _store_chosen(to, _chosen(key, block, bound, limit), 0, FULL)
+    if REST > 0:
+        _store_chosen(to + stored, _chosen(rest, later, bound, limit), FULL, REST)
+    slot = tl.arange(0, TOP)
+    chosen = slot < count
+    tl.store(to + slot, tl.full([TOP], -1, tl.int32), mask=slot >= count)
+    tl.debug_barrier()  # other threads stored what is read here
+    mine = tl.load(to + slot, mask=chosen, other=0, cache_modifier=FRESH)
+    page = tl.load(table + mine, mask=chosen, other=0, cache_modifier=FRESH)
     rank = tl.atomic_add(counts + page * KV_HEADS + head, 1, mask=chosen, sem="relaxed")
-    tl.store(ranks + to, rank, mask=chosen)
+    tl.store(ranks + line * TOP + slot, rank, mask=chosen)

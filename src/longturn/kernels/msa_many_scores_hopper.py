@@ -29,7 +29,7 @@ FEW_ROWS = 16
 """Tokens times heads of a tile whose queries are the narrow side of the product."""
 _ROWS = gl.constexpr(HALF_ROWS)
 _FEW = gl.constexpr(FEW_ROWS)
-_COST = gl.constexpr(3)
+_COST = gl.constexpr(2)
 """Of a page for any other tile, in those of one of few rows."""
 
 
@@ -77,11 +77,6 @@ def block_scores_hopper(
     """As `block_scores`; `queries` describes the index queries [T * KV_HEADS, D] in tiles of HALF_ROWS, `few_queries`
     in tiles of FEW_ROWS, `keys` the cache as rows of D, where a page's index keys begin at row page * index_rows +
     index_row. TOKENS * KV_HEADS is 2 * HALF_ROWS. TURN pages are a turn of the loop."""
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
     gl.static_assert(STAGES % TURN == 0 and STAGES % 2 == 0)
     program = gl.program_id(0)
     line_layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
@@ -93,12 +88,7 @@ def block_scores_hopper(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, _FEW, 16]
     )
     D: gl.constexpr = keys.block_type.shape[1]
-    if program == 0:
-        gl.store(total_pieces, 0)
-    clear = gl.arange(0, CLEAR, layout=line_layout)
-    for start in range(program * CLEAR, counters, PROGRAMS * CLEAR):
-        gl.store(counts + start + clear, clear * 0, mask=start + clear < counters)
-
+    # What the step began with is older than the kernel before.
     number = gl.arange(0, SPAN, layout=line_layout)
     real = number < tile_count
     firsts = gl.load(tiles + 2 * number, mask=real, other=0, cache_modifier=".cg")
@@ -130,6 +120,16 @@ def block_scores_hopper(
     zero = gl.zeros([_ROWS, PAGE], gl.float32, layout=product)
     few_row = gl.arange(0, _FEW, layout=gl.SliceLayout(0, few_product))
     few_zero = gl.zeros([PAGE, _FEW], gl.float32, layout=few_product)
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    if program == 0:
+        gl.store(total_pieces, 0)
+    clear = gl.arange(0, CLEAR, layout=line_layout)
+    for start in range(program * CLEAR, counters, PROGRAMS * CLEAR):
+        gl.store(counts + start + clear, clear * 0, mask=start + clear < counters)
     while at < stop:
         tile = gl.sum((ends <= at).to(gl.int32), axis=0)
         blocks = gl.sum(gl.where(number == tile, blocks_of, 0), axis=0)
@@ -215,10 +215,11 @@ def block_scores_hopper(
             ahead = block + STAGES
             page, next_page = _page_of(numbers, of, num_warps), _page_of(numbers, of + 1, num_warps)
             done = warpgroup_mma_wait(1, deps=[one])
+            gl.thread_barrier()
+            _copy_page(keys, page, index_rows, index_row, ready, pages_of, here, ahead < end)
             gl.store(few_to + block, gl.max(done, axis=0), mask=few_mask)
             done = warpgroup_mma_wait(0, deps=[other])
             gl.thread_barrier()
-            _copy_page(keys, page, index_rows, index_row, ready, pages_of, here, ahead < end)
             _copy_page(keys, next_page, index_rows, index_row, ready, pages_of, beside, ahead + 1 < end)
             gl.store(few_to + block + 1, gl.max(done, axis=0), mask=few_mask & there)
             taken += gl.minimum(2, end - block)

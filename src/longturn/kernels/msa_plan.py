@@ -62,13 +62,13 @@ class MsaPlan:
         if kv_format != KvFormat.PLAIN:
             # Measured with fp8 index keys, of which twice as many programs fit a multiprocessor.
             splits = 16 if rows <= 4 else 8 if rows <= 16 else 2
-            chunks = max(1, min(max_blocks, 792 // rows))
+            chunks = max(1, min(max_blocks, 792 // rows - 1))
             # Ranking inside `attend` took 3 us a layer more than a launch of its own, at one row of 33 blocks.
             return MsaPlan(chunks=chunks, splits=splits, tile=128, fused_blocks=16)
         # Where rows and heads alone fill the chip, one program each saves the merging.
         splits = 16 if rows <= 2 else 8 if rows <= 4 else 4 if rows <= 16 else 1 if 24 < rows <= 32 else 2
         return MsaPlan(
-            chunks=max(1, min(max_blocks, 396 // rows)),
+            chunks=max(1, min(max_blocks, 396 // rows - 1)),
             splits=splits,
             # Where a program has several tiles, tiles of 64 tokens let three programs run on a multiprocessor.
             tile=64 if 1 < splits < 16 else 128,

@@ -8,7 +8,7 @@ more tokens, which are the M side of a tensor-core tile; there the fold costs mo
 through registers on its way to shared memory. `_row_tiles` has the weights on that side instead, which is what
 quantised ones need: they pass through registers anyway. `_row_slices` is for plain matrices of few rows, where one
 tile a multiprocessor leaves its warps little to do. On a Hopper card plain matrices that fit on the chip go to
-linear_ahead.py, and quantised ones that meet one token to packed_linear.py.
+linear_ahead.py, and quantised ones that meet one token to packed_linear.py, eight at most to packed_linear_rows.py.
 """
 
 # Functions under triton.jit are written in Triton's types, which mypy does not know.
@@ -27,6 +27,7 @@ from longturn.kernels.dependent import FRESH, launch_options, wait_then_release
 from longturn.kernels.linear_ahead import AheadPlan, ahead_pays, ahead_plan, linear_ahead
 from longturn.kernels.norm import add_norm
 from longturn.kernels.packed_linear import StreamPlan, stream_linear, streams
+from longturn.kernels.packed_linear_rows import ring_linear, ring_plan
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
 from longturn.kernels.packed_weights_decode import decode, load_scales, part_columns
 
@@ -226,8 +227,10 @@ class LinearPlan:
     """Whether weights wait in shared memory (linear_ahead.py) where they can; None leaves it to what was measured."""
     stream: bool = True
     """Whether quantised weights of one token are streamed (packed_linear.py) where they can be."""
+    ring: bool = True
+    """Whether those of two to eight tokens are (packed_linear_rows.py), likewise."""
     stream_slices: int = 0
-    """How they are then dealt out (`StreamPlan`); 0 leaves it to shape and format."""
+    """How those of one token are then dealt out (`StreamPlan`); 0 leaves it to shape and format."""
     stream_row_warps: int = 1
     stream_words: int = 128
 
@@ -287,6 +290,9 @@ def small_linear(
         x = normed
     if (ahead := _ahead(plan, x, w, norm=False)) is not None:
         linear_ahead(x, w.words, out, None, residual, eps, ahead, flags)
+        return
+    if plan.ring and (ring := ring_plan(x, w)) is not None:
+        ring_linear(x, w, out, residual, ring, flags)
         return
     block_m = 16 if tokens <= 16 else 32
     if not plain:

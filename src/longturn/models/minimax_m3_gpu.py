@@ -144,7 +144,11 @@ class MiniMaxM3Gpu:
             width = layer.projection.shape[0]
             qkv = projected[: slots * width].view(slots, width)
             if normed:
-                small_linear(moe.normed, layer.projection, qkv, plan=project, pdl=pdl)
+                # As the layer before left it: in the type of a quantised projection's operands.
+                packed = isinstance(layer.projection, PackedWeight)
+                small_linear(
+                    as_operand(moe.normed) if packed else moe.normed, layer.projection, qkv, plan=project, pdl=pdl
+                )
             else:
                 small_linear(
                     x, layer.projection, qkv, norm_weight=layer.input_norm, normed=moe.normed, eps=eps, plan=project,
@@ -170,11 +174,13 @@ class MiniMaxM3Gpu:
                     release_first=project.ahead is True, pdl=pdl,
                 )  # fmt: skip
             else:
-                normed = isinstance(following.projection, Tensor)
+                # A quantised projection of one token normalises itself, as small_linear chooses for it.
+                normed = slots > 1 or isinstance(following.projection, Tensor)
                 moe_few_tokens(
                     x, positions, *layer.feed_forward, moe, top_experts=layer.top, scaling_factor=c.routed_scale,
                     alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, plan=experts if layer.top else None,
-                    next_norm=following.input_norm if normed else None, pdl=pdl,
+                    next_norm=following.input_norm if normed else None,
+                    next_packed=isinstance(following.projection, PackedWeight), pdl=pdl,
                 )  # fmt: skip
         if run is not None and (layers is None or layers > run.first):
             run.decode(x, rows, shape, scaling_factor=c.routed_scale, activation=form, last=layers)
@@ -209,7 +215,11 @@ class MiniMaxM3Gpu:
             layer = plain.layer(packed)
             width = layer.projection.shape[0]
             qkv = projected[: count * width].view(count, width)
-            project_many(x, packed.input_norm, layer.projection, moe.normed, qkv, eps=eps, pdl=pdl)
+            # A layer's experts leave norm(x) for the next one; after the last it is of no use, but another kernel
+            # without it would have to be compiled.
+            following = self._layers[min(index + 1, len(self._layers) - 1)]
+            own_norm = packed.input_norm if index == 0 else None
+            project_many(x, own_norm, layer.projection, moe.normed, qkv, eps=eps, pdl=pdl)
             if packed.heads is not None:
                 msa_many_tokens(qkv, step, packed.heads, self.cache, index, attention, shape, plan, scratch, pdl=pdl)
             elif dense is not None:
@@ -221,7 +231,7 @@ class MiniMaxM3Gpu:
             moe_many_tokens(
                 x, positions, *layer.feed_forward, moe, top_experts=packed.top, scaling_factor=c.routed_scale,
                 alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, plan=experts if packed.top else None,
-                pdl=pdl,
+                next_norm=following.input_norm, pdl=pdl,
             )  # fmt: skip
 
     # --- pages ------------------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ _MANY: Mapping[str, tuple[Fields, ...]] = {
         {"score_warps": 4},
     ),
 }
+_REPLAYS = 20
 _GAIN = 0.01
 """A plan is kept if the step is faster by this share; two timings of one plan differ by less."""
 
@@ -209,7 +210,7 @@ def _why_not(step: Callable[[], None]) -> str:
     return "its graph cannot be captured"
 
 
-def _time_ms(step: Callable[[], None], replays: int = 20) -> float | None:
+def _time_ms(step: Callable[[], None]) -> float | None:
     """Median over three of the mean time of a replayed step; None if it cannot run."""
     graph = torch.cuda.CUDAGraph()
     try:
@@ -228,9 +229,9 @@ def _time_ms(step: Callable[[], None], replays: int = 20) -> float | None:
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
-        for _ in range(replays):
+        for _ in range(_REPLAYS):
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / replays)
+        times.append(begin.elapsed_time(end) / _REPLAYS)
     return sorted(times)[1]

@@ -9,7 +9,7 @@ from enum import Enum
 from longturn.config import PAGE_TOKENS
 
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-_TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 6144, 8192)
+_TOKENS = (64, 128, 256, 384, 512, 576, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 6144, 8192)
 """Padding is computed like any token by the projections, so sizes lie close together."""
 _BLOCKS = (128, 512, 1088, 2176, 4352)
 """16k to 557k tokens. Kernels launch programs for all blocks of a bucket, and empty ones cost time. All are multiples
