@@ -3,7 +3,8 @@
     python benchmarks/engine_host.py [--json] [--context TOKENS] [--steps N]
 
 Prints the median and the 99th percentile of one turn of the loop (plan, launch, read, apply, outputs) at batch 1, 8
-and 32, and the time to admit and finish one request, warm and cold.
+and 32, what the GPU executor's part of it takes that needs no GPU (packing a step, unpacking its results), and the time
+to admit and finish one request, warm and cold.
 """
 
 from __future__ import annotations
@@ -16,12 +17,27 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
 from longturn.engine.clock import SystemClock
 from longturn.engine.hashing import page_hashes
 from longturn.engine.loop import Engine
 from longturn.engine.protocols import ExecutorInfo
-from longturn.engine.records import EngineRequest, RowResult, SamplingParams, StepPlan, StepResult, pack_tokens
+from longturn.engine.records import (
+    EngineRequest,
+    NewRow,
+    RowResult,
+    RowWork,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    pack_tokens,
+)
+from longturn.executor.gpu.buckets import Buckets
+from longturn.executor.gpu.layout import HEADER_WORDS, StateLayout
+from longturn.executor.gpu.packer import Packer
+from longturn.executor.gpu.sampling import row_results
 
 
 class NullHandle:
@@ -83,6 +99,29 @@ def decode_step(batch: int, context: int, steps: int) -> dict[str, float]:
     }
 
 
+def packing(batch: int, context: int, steps: int) -> dict[str, float]:
+    """Median host microseconds to pack a decode step of `batch` rows for the GPU, and to read its results."""
+    layout = StateLayout.of(batch, context + steps + PAGE_TOKENS, batch)
+    packer = Packer(layout, Buckets.of(batch, batch, context + steps + PAGE_TOKENS), vocab_size=1000)
+    buffer = np.zeros(HEADER_WORDS + 2 * layout.max_pairs, np.int32)
+    words = np.full(layout.max_samples, 7, np.int32)
+    pages, prompt = tuple(range(1, layout.page_table.width + 1)), pack_tokens([7] * context)
+    rows = tuple(
+        NewRow(n, str(n), prompt, context, pages, SamplingParams(steps, temperature=0.0)) for n in range(batch)
+    )
+    packs, reads = [], []
+    for step in range(steps):
+        work = tuple(RowWork(n, context - 1 + step, 1, True) for n in range(batch))
+        plan = StepPlan(step, work, rows if step == 0 else ())
+        begin = time.perf_counter_ns()
+        packed = packer.pack(plan, buffer)
+        between = time.perf_counter_ns()
+        row_results(words, packed.samples, packed.plain)
+        packs.append(between - begin)
+        reads.append(time.perf_counter_ns() - between)
+    return {"batch": batch, "pack_us": statistics.median(packs) / 1e3, "results_us": statistics.median(reads) / 1e3}
+
+
 def one_token_request(context: int, warm: bool, repeats: int) -> float:
     """Median host microseconds from `add` to the end of a request for one token."""
     executor = NullExecutor(2 * context // PAGE_TOKENS + 8, 4)
@@ -115,6 +154,7 @@ def main() -> None:
 
     def measure() -> None:
         result["decode_step"] = [decode_step(batch, args.context, args.steps) for batch in (1, 8, 32)]
+        result["packing"] = [packing(batch, args.context, args.steps) for batch in (1, 8, 32)]
         result["request_us"] = {
             f"{'warm' if warm else 'cold'}_{context}": one_token_request(context, warm, 12)
             for context in (4096, 142_000)
@@ -128,6 +168,9 @@ def main() -> None:
     print("decode step      median      p99")
     for row in result["decode_step"]:  # type: ignore[attr-defined]
         print(f"batch {row['batch']:>3}   {row['median_us']:>8.1f} µs {row['p99_us']:>8.1f} µs")
+    print("GPU executor     pack  results")
+    for row in result["packing"]:  # type: ignore[attr-defined]
+        print(f"batch {row['batch']:>3}   {row['pack_us']:>8.1f} µs {row['results_us']:>5.1f} µs")
     print("one request, add to end")
     for name, us in result["request_us"].items():  # type: ignore[attr-defined]
         print(f"{name:>12} {us:>8.1f} µs")

@@ -106,6 +106,9 @@ class SchedulerConfig:
     """Inter-token latency that a prefill chunk beside running decodes is sized for; 0 switches the sizing off."""
     ageing_ms: Duration = 500.0
     """A waiting prompt overtaken for this long counts as if it were half as long; this is what stops starvation."""
+    recompute_share: Annotated[float, Range(0, 1)] = 0.15
+    """Share of time for computing again what was evicted of sessions: beyond it a turn that lost its pages waits while
+    others run. 1 is no bound; 0 lets such turns run only when nothing else does."""
     expected_output_tokens: Count = 256
     """Output that admission reserves for a request at first; learned from finished requests after that."""
     max_waiting: Count = 1024

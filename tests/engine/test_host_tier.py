@@ -191,7 +191,7 @@ class Twin:
         worth = 1.0 if kept.protected and protection else 0.0
         if kept.claimed:
             claim = 2.0 * 0.5 ** ((now_ns - kept.stamp_ns) / HALF_LIFE)
-            worth += claim if claim >= 0.125 else 0.0
+            worth = max(worth, claim if claim >= 0.125 else 0.0)
         return (worth, kept.stamp_ns, 2 * kept.protected + kept.claimed, kept.order)
 
 

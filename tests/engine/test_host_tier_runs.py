@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -202,7 +201,7 @@ def test_an_answer_about_a_copy_that_was_not_ordered_fails_its_step(
 ) -> None:
     bench = TieredBench()
     right = TieredHandle.result
-    monkeypatch.setattr(TieredHandle, "result", lambda handle: replace(right(handle), **{field: (3,)}))
+    monkeypatch.setattr(TieredHandle, "result", lambda handle: right(handle)._replace(**{field: (3,)}))
     final = bench.run_one(make_request("r", [1, 2, 3], 1))
     assert final.finish is FinishReason.ERROR and "copies that were not ordered" in str(final.error)
 

@@ -34,6 +34,7 @@ def random_run(
         expected_output_tokens=rng.choice([1, 32, 400]),
         max_waiting=10_000,
         run_ahead=run_ahead,
+        recompute_share=random.Random(seed + 2).choice([0.0, 0.25, 1.0]),
     )
     if crowded:  # admit far more than fits
         scheduler = dataclasses.replace(scheduler, max_running=16, expected_output_tokens=1, target_itl_ms=0.0)
@@ -104,7 +105,9 @@ def test_random_runs_without_cache(seed: int) -> None:
 
 def test_the_random_runs_reach_what_they_are_for() -> None:
     """A randomised test that never evicts or preempts proves nothing about evictions and preemptions."""
-    totals = [random_run(seed, run_ahead=True, pages=14, crowded=True).engine.stats() for seed in range(200, 204)]
+    benches = [random_run(seed, run_ahead=True, pages=14, crowded=True) for seed in range(200, 204)]
+    totals = [bench.engine.stats() for bench in benches]
+    assert sum(" hold " in line for bench in benches for line in bench.log) > 2
     assert sum(s.preemptions for s in totals) > 10
     assert sum(s.evictions for s in totals) > 200
     assert sum(s.aborts for s in totals) > 20

@@ -47,7 +47,7 @@ class Twin:
             worth = 1.0 if kept.protected and protection else 0.0
             if kept.claimed:
                 claim = 2.0 * 0.5 ** ((now_ns - kept.released_ns) / self.half_life_ns)
-                worth += claim if claim >= 0.125 else 0.0
+                worth = max(worth, claim if claim >= 0.125 else 0.0)
             return (worth, kept.released_ns, 2 * kept.protected + kept.claimed, kept.order)
 
         victim = min(self.kept, key=key)
@@ -130,6 +130,15 @@ def test_a_claim_is_no_pin() -> None:
     assert retention.evict(119 * SECOND) is plain
     retention.add(plain, 119 * SECOND, False)
     assert retention.evict(121 * SECOND) is session
+
+
+def test_what_a_session_has_just_computed_outlives_what_another_one_hit_before() -> None:
+    """Protection does not add to a claim: else sessions that have ended would push out those that go on."""
+    retention = Retention(100, 30 * SECOND)
+    ended, begun = pages(True, False)
+    retention.add(ended, 0, True)
+    retention.add(begun, 5 * SECOND, True)
+    assert evictions(retention, 6 * SECOND) == [ended.id, begun.id]
 
 
 def test_protection_lapses_when_everything_is_protected() -> None:

@@ -135,8 +135,7 @@ class TieredHandle(ContentHandle):
         del executor.writes[self.plan.step_id]
         result = super().result()  # a step that fails says nothing of copies
         copies = executor.copies_over(self.plan) if self.copies is None else self.copies
-        result = replace(
-            result,
+        result = result._replace(
             **copies._asdict(),
             # Nothing is to be learned of steps from how long copies take.
             elapsed_ns=result.elapsed_ns if self.plan.work else 10**12,

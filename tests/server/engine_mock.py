@@ -88,7 +88,7 @@ class MockEngine:
         return bool(self.running or self.ended)
 
     def stats(self) -> EngineStats:
-        return dataclasses.replace(self.count, running=len(self.running), pages_used=len(self.running))
+        return self.count._replace(running=len(self.running), pages_used=len(self.running))
 
     def step(self) -> StepOutputs | None:
         if not self.has_work():
@@ -127,7 +127,7 @@ class MockEngine:
         self.closed = True
 
     def _count(self, **more: int) -> None:
-        self.count = dataclasses.replace(self.count, **{k: getattr(self.count, k) + v for k, v in more.items()})
+        self.count = self.count._replace(**{k: getattr(self.count, k) + v for k, v in more.items()})
 
 
 def _has(prompt: list[int], word: list[int]) -> bool:

@@ -20,10 +20,12 @@ _RECIPE = (
     "--formats", "nvfp4",
     "--no-band",
     "--like", "agentx-062126",
-    # As published recipes have it: chunks as large as the budget, first come first served, synthetic acceptance.
+    # As published recipes have it: chunks as large as the budget, first come first served, synthetic acceptance. Other
+    # engines hold no turns that have lost their pages.
     "--set", "scheduler.step_tokens=16384",
     "--set", "scheduler.target_itl_ms=0",
     "--set", "scheduler.ageing_ms=0",
+    "--set", "scheduler.recompute_share=1",
     "--acceptance", "synthetic",
 )  # fmt: skip
 _M3 = (*_RECIPE, "--model", "m3", "--drafter", "eagle3-gqa-m3:3")

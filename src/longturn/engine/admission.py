@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Iterable
 
 from longturn.config import PAGE_TOKENS
@@ -32,12 +33,15 @@ def urgency(arrived_ns: int, tokens: int, priority: int, ageing_ns: int) -> floa
 
 
 class WaitingQueue:
-    """Requests without a row, in order of urgency. Requests that ended while waiting fall out when they are met."""
+    """Requests without a row, in order of urgency, and those that were set aside, in the order in which they were.
+    Requests that ended while waiting fall out when they are met."""
 
-    __slots__ = ("_heap", "_length")
+    __slots__ = ("_heap", "_length", "held")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Sequence]] = []
+        self.held: deque[Sequence] = deque()
+        """Those set aside; some may have ended."""
         self._length = 0
 
     def __len__(self) -> int:
@@ -64,9 +68,27 @@ class WaitingQueue:
     def drop(self) -> None:
         """A waiting request has ended; its entry is skipped from now on."""
         self._length -= 1
-        if len(self._heap) > 64 + 2 * self._length:  # many aborts under a blocked head must not pile up
+        # Many aborts under a blocked head must not pile up.
+        if len(self._heap) + len(self.held) > 64 + 2 * self._length:
             self._heap = [entry for entry in self._heap if entry[2].state is State.WAITING]
             heapq.heapify(self._heap)
+            self.held = deque(sequence for sequence in self.held if sequence.state is State.WAITING)
+
+    def set_aside(self) -> None:
+        """The request that `first` showed waits on and is not in others' way."""
+        self.held.append(heapq.heappop(self._heap)[2])
+
+    def aside(self) -> Sequence | None:
+        """Of those set aside the first."""
+        while self.held and self.held[0].state is not State.WAITING:
+            self.held.popleft()
+        return self.held[0] if self.held else None
+
+    def take_back(self) -> Sequence:
+        """The request that `aside` showed is in order of urgency again."""
+        sequence = self.held.popleft()
+        heapq.heappush(self._heap, (sequence.score, sequence.number, sequence))
+        return sequence
 
 
 class ExpectedOutput:

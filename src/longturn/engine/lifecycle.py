@@ -16,9 +16,11 @@ from longturn.engine.arrivals import NO_HITS, Arrivals, find_hits, place_hits
 from longturn.engine.branches import Branches
 from longturn.engine.kv_events import CacheEvents
 from longturn.engine.limits import context_limit, validate_config, validate_request
+from longturn.engine.pacing import StepTimeModel
 from longturn.engine.pool import PagePool
 from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import EngineRequest, FinishReason, NewRow, RequestOutput, StepResult, TokenLogprobs
+from longturn.engine.returns import Returns
 from longturn.engine.sequence import Sequence, State, pages_for, tell_stored
 from longturn.errors import OverloadedError, RequestError
 
@@ -62,6 +64,9 @@ class Requests:
         self.order = PromptOrder(self.pool, int(scheduler.ageing_ms * 1e6), caching=cache.prefix_caching)
         self._arriving = Arrivals()
         self._branches = Branches()
+        self.step_time = StepTimeModel()
+        chunk_tokens = scheduler.chunk_tokens or scheduler.step_tokens
+        self._returns = Returns(scheduler.recompute_share, self.step_time, chunk_tokens)
         self._blocked: tuple[int, int] | None = None
         self._arrivals = 0
         self.never_admitted = 0
@@ -112,6 +117,29 @@ class Requests:
         first = self.waiting.first() if self._free_rows else None
         return first is not None and self._blocked != (first.number, self.pool.releases)
 
+    def recall(self, now_ns: int) -> None:
+        """Let the first held turn go on if it is time, if nothing runs, or if it has waited for very long."""
+        held = self.waiting.aside()
+        if held is None or self._returns.busy:
+            return
+        if self._returns.open(now_ns) or not self.running or self._returns.overdue(held, now_ns):
+            self._returns.recall(self.waiting.take_back())
+            self.log(now_ns, "recall", held)
+
+    def hold(self, sequence: Sequence, now_ns: int) -> bool:
+        """Set the first waiting request aside if it has lost too much of what was cached of its session to be computed
+        now, see `Returns`; whether it was."""
+        returns = self._returns
+        if not self.caching or returns.exempt(sequence):
+            return False
+        if (returns.open(now_ns) or not self.running) and not returns.busy and self.waiting.aside() is None:
+            return False
+        if not returns.missing(sequence, self.pool.cached_prefix(sequence.hashes, sequence.hit_limit)):
+            return False
+        self.log(now_ns, "hold", sequence)
+        self.waiting.set_aside()
+        return True
+
     # --- running ----------------------------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence, now_ns: int) -> bool:
@@ -157,6 +185,7 @@ class Requests:
         self.running.append(sequence)
         if self.caching:
             self.order.computing.add(sequence, len(filled))
+            self._returns.admitted(sequence, len(filled), now_ns)
         if pool.host is not None and pool.host.loading:
             self._arriving.expect(sequence, pool.host.loading)
         return True
@@ -282,6 +311,7 @@ class Requests:
         self.pool.release(sequence.stop(), now_ns, claimed, distrust=sequence.failed)
         if self.caching and not returns and not sequence.failed:
             self._branches.ended(sequence)
+            self._returns.ended(sequence)
         if returns:
             sequence.state = State.WAITING
             self._enqueue(sequence)

@@ -52,6 +52,8 @@ def schedule_prompts(requests: Requests, allowance: Allowance, prefills: list[Se
         elif requests.order.must_wait_for_pages(waiting):
             deferred.append(requests.waiting.pop())
             continue
+        elif requests.hold(waiting, step.now_ns):
+            continue
         else:
             if not requests.admit(waiting, step.now_ns):
                 # Strictly in order: smaller requests behind this one could go on taking what it waits for.

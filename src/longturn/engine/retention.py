@@ -7,16 +7,18 @@ Segmented LRU with a soft claim of sessions. A released page falls into one of f
 
 Worth of a page that was released `age` ago:
 
-    (1 if protected, while protected pages fill at most 4/5 of the pool)
-    + (2 * 2^(-age / half_life) if claimed, 0 once that is below 1/8)
+    the larger of 1 if protected, while protected pages fill at most 4/5 of the pool,
+    and 2 * 2^(-age / half_life) if claimed, as long as that is at least 1/8
 
 The page with the least worth goes; among equals the one released first. Inside one list worth only falls with age,
 so a list in order of release is in order of worth, and an eviction compares four heads: O(1), with the decay
 computed when it is needed and never stored.
 
-Two properties are deliberate. Protection lapses while the protected segment is over its share, rather than demoting
+Three properties are deliberate. Protection lapses while the protected segment is over its share, rather than demoting
 pages to probation: demotion would put the head of a session's chain below its own tail, and a tail without its head
-can never be hit. And a claim is worth at most what recency overturns after four half-lives: it is never a pin.
+can never be hit. A claim is worth at most what recency overturns after four half-lives: it is never a pin. And it does
+not add to protection: what a session that has come to its end once hit would outlive, for a half-life, what another one
+has just computed and asks for with its next turn.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class Retention:
         if page.claimed:
             claim: float = CLAIM_WORTH * 0.5 ** ((now_ns - page.stamp_ns) / self._half_life_ns)
             if claim >= CLAIM_FLOOR:
-                worth += claim
+                worth = max(worth, claim)
         return worth
 
     def evict(self, now_ns: int) -> Page | None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
 from longturn.engine.kv_events import CacheEvents
 from longturn.engine.lifecycle import Requests
-from longturn.engine.pacing import MIN_CHUNK_TOKENS, Allowance, StepTimeModel
+from longturn.engine.pacing import MIN_CHUNK_TOKENS, Allowance
 from longturn.engine.preemption import make_room
 from longturn.engine.prompts import StepDraft, schedule_prompts
 from longturn.engine.protocols import ExecutorInfo
@@ -27,12 +27,15 @@ from longturn.engine.records import (
     FinishReason,
     RequestOutput,
     RowResult,
-    RowWork,
     StepPlan,
     StepResult,
+    decode_output,
+    decode_work,
 )
 from longturn.engine.sequence import Sequence, State
 
+_RUNNING, _ENDED = State.RUNNING, State.ENDED
+"""Looked up once: a member of an enumeration is slow to find, and each row of a step asks."""
 _BLANK_SHARE = 16
 """At most this part of the pool is kept blank."""
 
@@ -74,7 +77,7 @@ class Scheduler:
             ConfigError: a setting is out of range.
         """
         self.requests = Requests(info, scheduler, cache, events, cache_events)
-        self.step_time = StepTimeModel()
+        self.step_time = self.requests.step_time
         self._events = events
         self._step_tokens = scheduler.step_tokens
         self._chunk_tokens = scheduler.chunk_tokens
@@ -123,6 +126,8 @@ class Scheduler:
     def schedule(self, now_ns: int) -> StepPlan | None:
         """The next step, or None if nothing can be computed before an earlier result is read."""
         requests = self.requests
+        if requests.waiting.held:
+            requests.recall(now_ns)
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         short_of_page = 0
@@ -145,19 +150,13 @@ class Scheduler:
             del decodes[quota:]
 
         step = StepDraft(self._step_id + 1, now_ns)
-        step_id, work, sequences = step.step_id, step.work, step.sequences
+        if short_of_page:
+            decodes = [sequence for sequence in decodes if self._has_page(sequence, step)]
+        step_id, sequences = step.step_id, decodes
+        step.work = work = decode_work([s.row for s in decodes], [s.scheduled for s in decodes])
+        step.sequences = decodes
         for sequence in decodes:
-            start = sequence.scheduled
-            if start >= sequence.page_end:
-                page = requests.pool.allocate(now_ns)
-                if page is None:
-                    continue  # sits out until a preempted request's pages have come back
-                sequence.pages.append(page)
-                sequence.page_end += PAGE_TOKENS
-                step.new_pages.append((sequence.row, (page.id,)))
-            work.append(RowWork(sequence.row, start, 1, True))
-            sequences.append(sequence)
-            sequence.scheduled = start + 1
+            sequence.scheduled += 1
             sequence.known += 1
             sequence.in_flight += 1
             sequence.last_step = step_id
@@ -192,6 +191,21 @@ class Scheduler:
             copies = f" saves {saves} loads {loads}" if saves or loads else ""
             self._events(f"{now_ns} plan {step_id} {items} rows {rows} pages {step.new_pages} freed {freed}{copies}")
         return plan
+
+    def _has_page(self, sequence: Sequence, step: StepDraft) -> bool:
+        """Whether there is a page for what `sequence` decodes next; takes one if it must.
+
+        Without one it sits out until a preempted request's pages have come back.
+        """
+        if sequence.scheduled < sequence.page_end:
+            return True
+        page = self.requests.pool.allocate(step.now_ns)
+        if page is None:
+            return False
+        sequence.pages.append(page)
+        sequence.page_end += PAGE_TOKENS
+        step.new_pages.append((sequence.row, (page.id,)))
+        return True
 
     def _allowance(self, decodes: int) -> Allowance:
         """What prompts may take of a step that has `decodes` decode rows."""
@@ -232,47 +246,43 @@ class Scheduler:
         results, scores = iter(result.rows), iter(result.scores)
         for item, sequence in zip(plan.work, launched.sequences, strict=True):
             sequence.in_flight -= 1
-            sequence.computed = item.start + item.count
+            sequence.computed = computed = item.start + item.count
             if item.scores:
                 found = next(scores)
-                if sequence.state is not State.ENDED:
+                if sequence.state is not _ENDED:
                     requests.score(sequence, item.start, found.logprobs)
             if item.samples:
                 row_result = next(results)
-                if sequence.state is not State.ENDED:
+                if sequence.state is not _ENDED:
                     self._apply(sequence, row_result, now_ns)
-            if sequence.computed >= sequence.register_at and requests.caching:
+            if computed >= sequence.register_at and requests.caching:
                 requests.register_pages(sequence)
-            if sequence.state >= State.PREEMPTED:
+            if sequence.state is not _RUNNING:
                 requests.settle(sequence, now_ns)
 
     def _apply(self, sequence: Sequence, result: RowResult, now_ns: int) -> None:
         """Append a sampled token to its request, or end the request."""
-        if result.error is not None or len(result.token_ids) != 1:
-            error = result.error or f"executor sampled {len(result.token_ids)} tokens where one was asked for"
+        token_ids = result.token_ids
+        if result.error is not None or len(token_ids) != 1:
+            error = result.error or f"executor sampled {len(token_ids)} tokens where one was asked for"
             self.requests.end(sequence, FinishReason.ERROR, now_ns, error=error)
             return
-        token = result.token_ids[0]
+        token = token_ids[0]
         generated = sequence.generated
-        if token in sequence.stop_ids and len(generated) >= sequence.min_tokens:
+        count = len(generated)
+        if token in sequence.stop_ids and count >= sequence.min_tokens:
             self.requests.end(sequence, FinishReason.STOP, now_ns, stop_token_id=token)
             return
-        if not generated:
+        if not count:
             sequence.first_token_ns = now_ns
         generated.append(token)
         self._generated_tokens += 1
-        if sequence.prompt_tokens + len(generated) >= sequence.limit:
-            self.requests.end(sequence, FinishReason.LENGTH, now_ns, result.token_ids, result.logprobs)
+        if sequence.prompt_tokens + count + 1 >= sequence.limit:
+            self.requests.end(sequence, FinishReason.LENGTH, now_ns, token_ids, result.logprobs)
             return
-        self.requests.outputs.append(
-            RequestOutput(
-                sequence.request_id,
-                result.token_ids,
-                result.logprobs,
-                cached_tokens=sequence.cached_tokens,
-                preemptions=sequence.preemptions,
-            )
-        )
+        cached, preemptions = sequence.cached_tokens, sequence.preemptions
+        output = decode_output(sequence.request_id, token_ids, result.logprobs, cached, preemptions)
+        self.requests.outputs.append(output)
 
     def fail(self, plan: StepPlan, message: str, now_ns: int) -> None:
         """The executor failed on a launched plan: its requests end with ERROR, saying `message`."""

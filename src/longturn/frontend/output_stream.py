@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 from longturn.engine.records import RequestOutput
 
 
 def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Two successive outputs of one request as one: tokens are joined, everything else is the later state."""
-    return replace(
-        second,
+    return second._replace(
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs + second.logprobs,
         prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,

@@ -66,6 +66,9 @@ class Replayed:
     done: tuple[Done, ...]
     tally: Tally
     """Of the steps since the measurement began."""
+    evictions: int
+    loaded_pages: int
+    """Copied back from host memory; both since the measurement began."""
 
 
 @dataclass(slots=True)
@@ -155,11 +158,18 @@ class _Replay:
             pass
         self._switch.computing = True
         self._tally.clear()
+        before = self._engine.stats()
         end_ns = self._clock.now_ns() + span_ns
         while self._clock.now_ns() < end_ns:
             self._turn()
         # The call that crosses the end still counts what it brings, as the clock is only looked at between calls.
-        return Replayed(tuple(self._done), self._tally)
+        after = self._engine.stats()
+        return Replayed(
+            tuple(self._done),
+            self._tally,
+            after.evictions - before.evictions,
+            after.loaded_pages - before.loaded_pages,
+        )
 
     def _turn(self, *, only_warm: bool = False) -> bool:
         """Send what is due and do one engine step; False if nothing is left to do now."""

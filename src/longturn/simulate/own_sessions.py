@@ -30,6 +30,8 @@ from longturn.simulate.shapes import load_shape
 from longturn.simulate.tally import MOST_BAND
 
 MOST_TOKENS, LEAST_TURNS, START, MOST_GAP_S, MOST_OUTPUT, MOST_TURNS = 120_000, 10, 0.4, 3.0, 1200, 24
+OWN_FAMILY = "longturn"
+"""Kernels of our own, and with them our engine."""
 MORE_SESSIONS = 4
 """Prepared beside those that start; when they have been taken too, the first comes again."""
 
@@ -245,6 +247,8 @@ def _spec(group: Group, rows: int, scale: float) -> EngineSpec:
         "scheduler.target_itl_ms": 0.0,
         "scheduler.expected_output_tokens": 128,
     }
+    if group.text("family") != OWN_FAMILY:
+        settings["scheduler.recompute_share"] = 1.0  # other engines admit what has lost its pages as it comes
     target = Target(
         load_platform(group.text("platform")),
         load_shape(group.text("model")),

@@ -68,9 +68,9 @@ def test_masks_follow_their_rows_through_samples_and_are_taken_off() -> None:
     assert launch(masks, [(1, bound)], second) == [[2, 0], [-1, -1], [-1, -1]], "row 1 is sample 0 now"
     assert grammar.seen == [9] and first.waits == 1
     assert launch(masks, [(0, free), (2, free), (1, bound)], Step([1, 2, 3])) == [[-1, -1], [-1, -1], [4, 0]]
-    assert grammar.seen == [9, 7]
+    assert grammar.seen == [9, 7] and masks.bound, "a step without masks has one to take off"
     masks.upload({})
-    assert masks.words.tolist() == [[-1, -1]] * 3
+    assert masks.words.tolist() == [[-1, -1]] * 3 and not masks.bound
 
 
 def test_a_row_that_was_given_away_has_no_token_to_follow() -> None:

@@ -14,6 +14,7 @@ from longturn.engine.records import NewRow, RowWork, SamplingParams, StepPlan, p
 from longturn.executor.gpu.buckets import Buckets, StepKind, StepShape, at_least
 from longturn.executor.gpu.layout import HEADER_WORDS, Part, StateLayout
 from longturn.executor.gpu.packer import Packer
+from longturn.executor.grammar import Grammars
 from longturn.executor.rows import Rows
 from longturn.kernels.many_tokens import TILE_TOKENS
 from longturn.kernels.sampling_table import MAX_BIASES, MAX_STOPS, PENALTY_SLOT, TEMPERATURE
@@ -21,18 +22,27 @@ from longturn.kernels.sampling_table import MAX_BIASES, MAX_STOPS, PENALTY_SLOT,
 ROWS, CONTEXT, STEP, VOCAB = 3, 1024, 192, 100
 LAYOUT = StateLayout.of(ROWS, CONTEXT, STEP)
 GREEDY = SamplingParams(64, temperature=0.0)
+TOLD = SamplingParams(64, temperature=0.0, logprobs=2)
+BOUND = SamplingParams(64, temperature=0.0, grammar="any")
+
+
+class Compiled:
+    """Grammars that are never asked for a mask."""
+
+    def row(self, grammar: object, output: list[int]) -> object:
+        return object()
 
 
 class Device:
     """The state's words, as the scatter kernel and the sampler leave them."""
 
-    def __init__(self) -> None:
-        self.packer = Packer(LAYOUT, Buckets.of(ROWS, STEP, CONTEXT), VOCAB)
+    def __init__(self, grammars: Grammars | None = None) -> None:
+        self.packer = Packer(LAYOUT, Buckets.of(ROWS, STEP, CONTEXT), VOCAB, grammars)
         self.words = np.zeros(LAYOUT.words, np.int32)
         self.buffer = np.zeros(HEADER_WORDS + 2 * LAYOUT.max_pairs, np.int32)
 
     def step(self, plan: StepPlan) -> StepShape | None:
-        packed = self.packer.pack(plan, self.buffer)
+        packed = self.packed = self.packer.pack(plan, self.buffer)
         pairs = self.buffer[HEADER_WORDS : packed.words].reshape(-1, 2)
         assert len(pairs) == self.buffer[0]
         assert len(set(pairs[:, 0].tolist())) == len(pairs), "a word is written twice, and the scatter has no order"
@@ -59,10 +69,14 @@ class Device:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_run_gives_the_inputs_that_the_cpu_rows_give(data: st.DataObject) -> None:
-    """Random prompts, chunks, decodes, frees and resumes; sampled tokens are random and never pass through the host."""
+    """Random prompts, chunks, decodes, frees and resumes; sampled tokens are random and never pass through the host.
+
+    Some requests want log-probabilities, some have a grammar: rows that had such a one are then given to others.
+    """
     draw = data.draw
-    device, oracle = Device(), Rows(ROWS, CONTEXT, VOCAB)
+    device, oracle = Device(grammars=cast(Any, Compiled())), Rows(ROWS, CONTEXT, VOCAB)
     known: dict[int, list[int]] = {}
+    ways: dict[int, SamplingParams] = {}
     done: dict[int, int] = {}
     pages: dict[int, int] = {}
     next_page = 1
@@ -79,7 +93,8 @@ def test_any_run_gives_the_inputs_that_the_cpu_rows_give(data: st.DataObject) ->
             pages[row] = -(-len(known[row]) // PAGE_TOKENS)
             ids = tuple(range(next_page, next_page + pages[row]))
             next_page += pages[row]
-            new_rows.append(NewRow(row, f"{step}.{row}", pack_tokens(known[row]), len(known[row]), ids, GREEDY))
+            ways[row] = draw(st.sampled_from([GREEDY, GREEDY, TOLD, BOUND]))
+            new_rows.append(NewRow(row, f"{step}.{row}", pack_tokens(known[row]), len(known[row]), ids, ways[row]))
         work: list[RowWork] = []
         budget = STEP
         for row in sorted(known, key=lambda r: (len(known[r]) - done[r] > 1, r)):
@@ -111,6 +126,9 @@ def test_any_run_gives_the_inputs_that_the_cpu_rows_give(data: st.DataObject) ->
         np.testing.assert_array_equal(positions[:total], inputs.positions)
         assert (positions[total:] == -1).all()
         samples = [w for w in work if w.samples]
+        assert [row for row, _ in device.packed.samples] == [w.row for w in samples]
+        assert device.packed.plain == all(ways[w.row] is not TOLD for w in samples)
+        assert device.packed.grammars == any(ways[w.row] is BOUND for w in samples)
         np.testing.assert_array_equal(device.part("sample_row")[: len(samples)], [w.row for w in samples])
         np.testing.assert_array_equal(device.part("sample_index")[: len(samples)], inputs.sample_index)
         np.testing.assert_array_equal(
@@ -181,6 +199,30 @@ def test_a_step_that_ends_with_a_page_needs_no_further_block() -> None:
     assert packed.shape == StepShape(StepKind.DECODE, 1, 2)
 
 
+def test_the_longest_row_of_a_decode_step_tells_its_blocks() -> None:
+    layout = StateLayout.of(2, 144 * PAGE_TOKENS, 128)
+    packer = Packer(layout, Buckets(batches=(2,), tokens=(128,), blocks=(1, 2, 144)), VOCAB)
+    buffer = np.zeros(HEADER_WORDS + 2 * layout.max_pairs, np.int32)
+    counts = (1, 257)
+    rows = tuple(NewRow(n, str(n), pack_tokens([1] * counts[n]), counts[n], (1, 2, 3), GREEDY) for n in range(2))
+    work = (RowWork(0, 0, 1, True), RowWork(1, 256, 1, True))
+    assert packer.pack(StepPlan(1, work, rows), buffer).shape == StepShape(StepKind.DECODE, 2, 144)
+
+
+def test_a_row_that_waits_keeps_the_token_it_was_given() -> None:
+    """Another one is decoded meanwhile; from then on both go on from what they sampled."""
+    device = Device()
+    rows = tuple(NewRow(n, str(n), pack_tokens([40 + n]), 1, (n + 1,), GREEDY) for n in range(2))
+    for step, (work, tokens) in enumerate(
+        [([(0, 0)], [40]), ([(0, 1)], [70]), ([(1, 0), (0, 2)], [41, 70]), ([(1, 1), (0, 3)], [71, 70])]
+    ):
+        plan = StepPlan(step, tuple(RowWork(row, start, 1, True) for row, start in work), rows if step == 0 else ())
+        device.step(plan)
+        assert device.tokens(len(work)).tolist() == tokens
+        for row, _ in work:
+            device.sampled(row, 70 + row)
+
+
 def test_parts_of_the_state_are_aligned_and_apart() -> None:
     layout = StateLayout.of(5, 3000, 333)
     parts = [getattr(layout, name) for name in layout.__slots__]
@@ -219,10 +261,7 @@ def test_the_fullest_step_fits_to_the_word() -> None:
 
 def test_what_is_wanted_back_is_the_most_that_any_sample_wants() -> None:
     device = Device()
-    told = SamplingParams(4, temperature=0.0, logprobs=2)
-    rows = tuple(
-        NewRow(n, str(n), pack_tokens([1]), 1, (n + 1,), told if n == 0 else GREEDY) for n in range(2)
-    )  # fmt: skip
+    rows = tuple(NewRow(n, str(n), pack_tokens([1]), 1, (n + 1,), TOLD if n == 0 else GREEDY) for n in range(2))
     packed = device.packer.pack(StepPlan(1, tuple(RowWork(n, 0, 1, True) for n in range(2)), rows), device.buffer)
     assert not packed.plain and not packed.grammars
     assert device.packer.pack(StepPlan(2, (RowWork(1, 1, 1, True),)), device.buffer).plain
@@ -255,7 +294,9 @@ def test_what_the_device_cannot_sample_fails_alone() -> None:
     ("work", "words"),
     [
         (RowWork(0, 3, 1, True), "row 0 has 2 tokens; the plan wants positions 3..3"),
+        (RowWork(0, 1, 3, True), "row 0 has 2 tokens; the plan wants positions 1..3"),
         (RowWork(1, 0, 1, True), "row 1 is not in use"),
+        (RowWork(1, 0, 2, False), "row 1 is not in use"),
     ],
 )
 def test_work_that_cannot_be_is_named(work: RowWork, words: str) -> None:
@@ -265,11 +306,12 @@ def test_work_that_cannot_be_is_named(work: RowWork, words: str) -> None:
         device.step(StepPlan(2, (work,)))
 
 
-def test_pages_that_a_row_lacks_are_named() -> None:
+@pytest.mark.parametrize(("start", "count"), [(0, 130), (129, 1)])
+def test_pages_that_a_row_lacks_are_named(start: int, count: int) -> None:
     device = Device()
     device.step(StepPlan(1, (), (NewRow(0, "a", pack_tokens([1] * 130), 130, (1,), GREEDY),)))
     with pytest.raises(ValueError, match="row 0 has pages up to position 128; the plan wants position 129"):
-        device.step(StepPlan(2, (RowWork(0, 0, 130, True),)))
+        device.step(StepPlan(2, (RowWork(0, start, count, True),)))
 
 
 @given(st.integers(1, 64), st.integers(1, 9000), st.integers(1, 1 << 20))
@@ -286,15 +328,8 @@ def test_buckets_hold_whatever_fits(rows: int, tokens: int, context: int) -> Non
 
 
 def test_a_grammar_anywhere_among_the_samples_is_told() -> None:
-    class Compiled:
-        def row(self, grammar: object, output: list[int]) -> object:
-            return object()
-
-    bound = SamplingParams(4, temperature=0.0, grammar=cast(Any, object()))
     packer = Packer(LAYOUT, Buckets.of(ROWS, STEP, CONTEXT), VOCAB, cast(Any, Compiled()))
     buffer = np.zeros(HEADER_WORDS + 2 * LAYOUT.max_pairs, np.int32)
-    rows = tuple(
-        NewRow(n, str(n), pack_tokens([1]), 1, (n + 1,), bound if n == 0 else GREEDY) for n in range(2)
-    )  # fmt: skip
+    rows = tuple(NewRow(n, str(n), pack_tokens([1]), 1, (n + 1,), BOUND if n == 0 else GREEDY) for n in range(2))
     assert packer.pack(StepPlan(1, tuple(RowWork(n, 0, 1, True) for n in range(2)), rows), buffer).grammars
     assert not packer.pack(StepPlan(2, (RowWork(1, 1, 1, True),)), buffer).grammars

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -65,7 +64,7 @@ class _Passed:
 
     def result(self) -> StepResult:
         rows = tuple(RowResult(w.row, (7,)) for w in self._plan.work if w.samples)
-        return replace(self._handle.result(), rows=rows, elapsed_ns=0)
+        return self._handle.result()._replace(rows=rows, elapsed_ns=0)
 
 
 class _Watched:

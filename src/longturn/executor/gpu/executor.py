@@ -21,8 +21,8 @@ from longturn.executor.gpu.masks import with_errors
 from longturn.executor.gpu.model import DeviceModel
 from longturn.executor.gpu.offload import GpuOffload
 from longturn.executor.gpu.packer import PackedStep, Packer
+from longturn.executor.gpu.queue import DriverQueue, HostQueue, Slot, SlotRing, StepQueue
 from longturn.executor.gpu.sampling import row_results
-from longturn.executor.gpu.state import Slot, SlotRing
 from longturn.executor.gpu.steps import DeviceSteps, GpuLimits
 from longturn.executor.grammar import Grammars
 from longturn.executor.offload import CopyReport
@@ -31,6 +31,7 @@ from longturn.models.formats import ServedFormats
 
 _log = logging.getLogger(__name__)
 
+_NO_COPIES = CopyReport()
 _SLOTS = 4
 """Steps whose buffers may be in use: two in flight, one being packed, one to spare."""
 
@@ -67,7 +68,11 @@ class GpuExecutor:
             self._stream.wait_stream(torch.cuda.default_stream(device))  # weights and cache were made there
         layout = self._steps.layout
         self._packer = Packer(layout, self._steps.buckets, model.vocab_size, self._grammars)
-        self._ring = SlotRing(_SLOTS, layout, len(self._steps.results.words), device)
+        staging, results = self._steps.state.staging, self._steps.results.words
+        self._ring = SlotRing(_SLOTS, len(staging), len(results), self._stream)
+        self._queue: StepQueue = HostQueue(staging, results)
+        if self._stream is not None:
+            self._queue = DriverQueue(self._stream, staging, results)
         self._graphs = StepGraphs(device, enabled=limits.graphs)
         self._compilation = Compilation(())
         self._later: dict[StepShape, None] = {}
@@ -117,12 +122,15 @@ class GpuExecutor:
     def _enqueue(self, plan: StepPlan, slot: Slot, packed: PackedStep) -> GpuHandle:
         begin_ns = time.perf_counter_ns()
         all_masks = self._steps.masks
-        for row in (*plan.freed_rows, *(new.row for new in plan.new_rows)):
+        for row in plan.freed_rows:
             all_masks.forget(row)
+        for new in plan.new_rows:
+            all_masks.forget(new.row)
         masks = all_masks.wanted(packed.samples) if packed.grammars else {}
         try:
-            with self._steps.on_stream():
-                all_masks.upload(masks)
+            if masks or all_masks.bound:
+                with self._steps.on_stream():
+                    all_masks.upload(masks)
             self._enqueue_work(plan, slot, packed)
         except Exception:
             # The slot's memory may be read by a copy that was enqueued, with no event behind it to wait for.
@@ -138,38 +146,50 @@ class GpuExecutor:
         return handle
 
     def _enqueue_work(self, plan: StepPlan, slot: Slot, packed: PackedStep) -> None:
-        steps = self._steps
-        if packed.shape in self._later:
+        steps, queue = self._steps, self._queue
+        if self._later and packed.shape in self._later:
             self._make_graph(packed.shape)
-        with steps.on_stream():
-            if slot.begin is not None:
-                slot.begin.record()
-            for source, target in plan.copied_pages:
-                if source != target:
-                    self._model.copy_page(source, target)
-            if self._offload is not None:
-                self._offload.copied(plan)
-            for row, words in packed.penalties:
-                steps.state.sampling.penalties[row].copy_(torch.from_numpy(words))
-            steps.state.staging[: packed.words].copy_(slot.pairs[: packed.words], non_blocking=True)
-            self._run(packed)
-            if packed.samples:
-                back = steps.results.copied_words(len(packed.samples), packed.plain)
-                slot.results[:back].copy_(steps.results.words[:back], non_blocking=True)
-            if slot.end is not None:
-                slot.end.record()
+        queue.begin(slot)
+        if plan.copied_pages or packed.penalties:
+            with steps.on_stream():
+                for source, target in plan.copied_pages:
+                    if source != target:
+                        self._model.copy_page(source, target)
+                for row, words in packed.penalties:
+                    steps.state.sampling.penalties[row].copy_(torch.from_numpy(words))
+        if self._offload is not None:
+            self._offload.copied(plan)
+        queue.send(slot, packed.words)
+        self._run(packed)
+        if packed.samples:
+            queue.fetch(slot, steps.results.copied_words(len(packed.samples), packed.plain))
+        queue.end(slot)
         if self._offload is not None:
             self._offload.end()
 
     def _run(self, packed: PackedStep) -> None:
+        """Replay the graphs of the step's pieces; the kernels of a piece without one are launched one by one."""
         shape, steps = packed.shape, self._steps
         if shape is None:
-            steps.scatter()
+            with steps.on_stream():
+                steps.scatter()
             return
-        self._graphs.run((shape,), steps.body(shape))
+        if not self._replayed((shape,)):
+            with steps.on_stream():
+                steps.body(shape)()
         if shape.kind is StepKind.MANY and packed.samples:
             size = at_least(steps.sample_sizes, len(packed.samples))
-            self._graphs.run(("sample", size), steps.tail(size))
+            if not self._replayed(("sample", size)):
+                with steps.on_stream():
+                    steps.tail(size)()
+
+    def _replayed(self, key: tuple[object, ...]) -> bool:
+        """Replay the graph of a piece, if it has one."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            return False
+        self._queue.replay(graph)
+        return True
 
     def close(self) -> None:
         if self._closed:
@@ -300,7 +320,7 @@ class GpuHandle:
             elapsed_ns = int(slot.begin.elapsed_time(slot.end) * 1e6)
         results = row_results(slot.results_array, self._packed.samples, self._packed.plain)
         slot.in_flight = False
-        copies = CopyReport() if self._offload is None else self._offload.ended(self._plan)
+        copies = _NO_COPIES if self._offload is None else self._offload.ended(self._plan)
         return StepResult(self._plan.step_id, with_errors(results, self._errors), elapsed_ns, *copies)
 
 

@@ -7,6 +7,7 @@ forbids.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Hashable
 
 import torch
@@ -18,18 +19,16 @@ class StepGraphs:
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
         self._enabled = enabled and device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._handles: dict[Hashable, ctypes.c_void_p] = {}
+        """The driver's, of the same graphs."""
         self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, key: Hashable, launch: Callable[[], None]) -> None:
-        """Replay the piece's graph if it has one, else launch its kernels one by one."""
-        graph = self._graphs.get(key)
-        if graph is None:
-            launch()
-        else:
-            graph.replay()
+    def get(self, key: Hashable) -> ctypes.c_void_p | None:
+        """The driver's handle of the piece's graph; None if its kernels must be launched one by one."""
+        return self._handles.get(key)
 
     def capture(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Record `launch`, which must have run once before, under the current stream (not the default one)."""
@@ -44,7 +43,9 @@ class StepGraphs:
         finally:
             graph.capture_end()
         self._graphs[key] = graph
+        self._handles[key] = ctypes.c_void_p(graph.raw_cuda_graph_exec())
 
     def close(self) -> None:
         """Drop all graphs and their memory."""
+        self._handles.clear()
         self._graphs.clear()

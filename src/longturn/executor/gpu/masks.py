@@ -49,6 +49,11 @@ class Masks:
         self._last: _Handle | None = None
         """The last step with a mask: its copies read the pinned buffer."""
 
+    @property
+    def bound(self) -> bool:
+        """Whether the last step left a mask that forbids something."""
+        return bool(self._set)
+
     def forget(self, row: int) -> None:
         """The row is free, or given to another request."""
         self._unread.pop(row, None)

@@ -6,8 +6,10 @@ row sampled itself is written as -1, and the device puts in what it sampled last
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +18,8 @@ import numpy.typing as npt
 from longturn.config import PAGE_TOKENS
 from longturn.engine.records import NewRow, RowWork, StepPlan
 from longturn.executor.gpu.buckets import Buckets, StepShape
-from longturn.executor.gpu.layout import HEADER_WORDS, StateLayout
+from longturn.executor.gpu.layout import StateLayout
+from longturn.executor.gpu.pairs import Pairs, Template
 from longturn.executor.gpu.sampling import RowSampling
 from longturn.executor.grammar import Grammars
 from longturn.kernels.many_tokens import TILE_TOKENS
@@ -40,7 +43,8 @@ class _Row:
     pages: int
     page_end: int
     """Positions that the pages hold."""
-    sampling: RowSampling
+    sample: tuple[int, RowSampling]
+    """The row's number, and how it samples."""
 
 
 class PackedStep(NamedTuple):
@@ -72,8 +76,14 @@ class Packer:
         self._vocab_size = vocab_size
         self._buckets = buckets
         self._rows: list[_Row | None] = [None] * layout.rows
-        self._decode_places: dict[int, Int32] = {}
-        """Of a decode step of so many slots: the words that its inputs go to."""
+        self._unread: set[int] = set()
+        """Rows that may have given tokens left to compute."""
+        self._telling: set[int] = set()
+        """Rows in use that want more than tokens back."""
+        self._bound: set[int] = set()
+        """Rows in use with a grammar."""
+        self._padding: dict[int, Template] = {}
+        """Inputs of a decode step of so many slots, all of them padding."""
         self._filled = [0] * layout.rows
         """Entries of each row's page table that are not 0 on the device."""
 
@@ -86,49 +96,24 @@ class Packer:
         Raises:
             ValueError: work refers to a token that is neither given nor sampled, or to a page the row does not have.
         """
-        pairs = _Pairs(buffer)
+        pairs = Pairs(buffer)
         penalties = self._apply(plan, pairs)
         work = plan.work
         if not work:
             return PackedStep(pairs.finish(), None, [], True, penalties)
-        # One pass over the items: a decode step of many rows spends most of its host time here.
-        rows = self._rows
-        numbers: list[int] = []
-        starts: list[int] = []
-        tokens: list[int] = []
-        samples: list[tuple[int, RowSampling]] = []
-        end = total = 0
-        single = plain = True
-        grammars = False
-        for w in work:
-            number, start, count = w.row, w.start, w.count
-            row = rows[number]
-            stop = start + count
-            if row is None or stop > row.known or stop > row.page_end:
-                raise ValueError(self._complaint(w))
-            end = max(end, stop)
-            total += count
-            single = single and count == 1 and w.samples
-            numbers.append(number)
-            starts.append(start)
-            tokens.append(int(row.tokens[start]) if start < row.given else LAST_SAMPLED)
-            if w.samples:
-                row.known += 1
-                samples.append((number, row.sampling))
-                plain = plain and row.sampling.plain
-                grammars = grammars or row.sampling.grammar is not None
-        blocks = (end - 1) // PAGE_TOKENS + 1
-        shape = self._buckets.decode(len(work), blocks) if single else None
-        if shape is None:
-            shape = self._buckets.many(total, blocks)
-            self._many(work, shape, pairs)
+        rows = [w.row for w in work]
+        sampled = [w.samples for w in work]
+        if len(rows) <= self._buckets.batches[-1] and all(sampled) and sum([w.count for w in work]) == len(rows):
+            shape, samples = self._decode(rows, [w.start for w in work], pairs)
         else:
-            self._decode(numbers, starts, tokens, shape, pairs)
+            shape, samples = self._many(work, pairs)
+            rows = list(compress(rows, sampled))
+        plain, grammars = not _meets(self._telling, rows), _meets(self._bound, rows)
         return PackedStep(pairs.finish(), shape, samples, plain, penalties, grammars)
 
     def differences(self, plan: StepPlan, buffer: Int32) -> PackedStep:
         """As `pack`, but the plan's work counts as done elsewhere: only the differences are written."""
-        pairs = _Pairs(buffer)
+        pairs = Pairs(buffer)
         penalties = self._apply(plan, pairs)
         for w in plan.work:
             self._of(w.row).known += w.samples
@@ -136,11 +121,13 @@ class Packer:
 
     # --- differences ------------------------------------------------------------------------------------------------
 
-    def _apply(self, plan: StepPlan, pairs: _Pairs) -> list[tuple[int, Int32]]:
+    def _apply(self, plan: StepPlan, pairs: Pairs) -> list[tuple[int, Int32]]:
         """Free rows, fill new ones, append pages. Destinations of one step must differ: the scatter has no order."""
         penalties = []
         for row in plan.freed_rows:
             self._rows[row] = None
+            for rows in (self._unread, self._telling, self._bound):
+                rows.discard(row)
         table = self._layout.page_table
         appended = dict(plan.new_pages)
         for new in plan.new_rows:
@@ -155,7 +142,7 @@ class Packer:
             self._filled[row] = max(self._filled[row], state.pages)
         return penalties
 
-    def _new_row(self, new: NewRow, appended: tuple[int, ...], pairs: _Pairs) -> RowSampling:
+    def _new_row(self, new: NewRow, appended: tuple[int, ...], pairs: Pairs) -> RowSampling:
         layout = self._layout
         tokens = np.frombuffer(new.tokens, "<i4").astype(np.int32, copy=False)
         pages = (*new.pages, *appended)
@@ -171,7 +158,13 @@ class Packer:
         pairs.put(layout.stop_ids.row(new.row), np.array(words.stop_ids, np.int32))
         pairs.put(layout.bias_ids.row(new.row), np.array(words.bias_ids, np.int32))
         pairs.put(layout.bias_values.row(new.row), np.array(words.bias_values, np.float32).view(np.int32))
-        self._rows[new.row] = _Row(tokens, len(tokens), len(tokens), len(pages), len(pages) * PAGE_TOKENS, sampling)
+        page_end, sample = len(pages) * PAGE_TOKENS, (new.row, sampling)
+        self._rows[new.row] = _Row(tokens, len(tokens), len(tokens), len(pages), page_end, sample)
+        self._unread.add(new.row)
+        if not sampling.plain:
+            self._telling.add(new.row)
+        if sampling.grammar is not None:
+            self._bound.add(new.row)
         return sampling
 
     def _of(self, row: int) -> _Row:
@@ -180,36 +173,73 @@ class Packer:
             raise ValueError(f"row {row} is not in use")
         return state
 
-    def _complaint(self, w: RowWork) -> str:
-        row, end = self._rows[w.row], w.start + w.count
+    def _complaint(self, number: int, start: int, stop: int) -> str:
+        """Why positions start .. stop - 1 of a row cannot be computed."""
+        row = self._rows[number]
         if row is None:
-            return f"row {w.row} is not in use"
-        if end > row.known:
-            return f"row {w.row} has {row.known} tokens; the plan wants positions {w.start}..{end - 1}"
-        return f"row {w.row} has pages up to position {row.page_end}; the plan wants position {end - 1}"
+            return f"row {number} is not in use"
+        if stop > row.known:
+            return f"row {number} has {row.known} tokens; the plan wants positions {start}..{stop - 1}"
+        return f"row {number} has pages up to position {row.page_end}; the plan wants position {stop - 1}"
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 
-    def _decode(self, rows: list[int], starts: list[int], tokens: list[int], shape: StepShape, pairs: _Pairs) -> None:
+    def _decode(
+        self, rows: list[int], starts: list[int], pairs: Pairs
+    ) -> tuple[StepShape, list[tuple[int, RowSampling]]]:
         """Slot i is work item i, and is sampled after."""
-        size, count = shape.tokens, len(rows)
-        places = self._decode_places.get(size)
-        if places is None:
-            layout = self._layout
-            parts = (
-                layout.token, layout.position, layout.token_row,
-                layout.sample_row, layout.sample_position, layout.sample_index,
-            )  # fmt: skip
-            places = np.concatenate([np.arange(part.at, part.at + size, dtype=np.int32) for part in parts])
-            self._decode_places[size] = places
-        values = np.full((6, size), -1, np.int32)
-        values[:4, :count] = (tokens, starts, rows, rows)
-        values[4, :count] = values[1, :count] + 1
-        values[0, count:] = values[2, count:] = 0
-        values[5] = np.arange(size, dtype=np.int32)
-        pairs.put_at(places, values.ravel())
+        known_rows = self._rows
+        samples = []
+        for number, start in zip(rows, starts, strict=True):
+            row = known_rows[number]
+            if row is None or start >= row.known or start >= row.page_end:
+                raise ValueError(self._complaint(number, start, start + 1))
+            row.known += 1
+            samples.append(row.sample)
+        shape = self._buckets.decode(len(rows), max(starts) // PAGE_TOKENS + 1)
+        assert shape is not None, "the caller has looked at the largest batch"
+        padding = self._padding.get(shape.tokens)
+        if padding is None:
+            padding = self._padding[shape.tokens] = self._all_padding(shape.tokens)
+        tokens = array("i", [LAST_SAMPLED]) * len(rows)
+        if _meets(self._unread, rows):
+            self._give(rows, starts, tokens)
+        numbers = array("i", rows)
+        columns = (tokens, array("i", starts), numbers, numbers, array("i", [start + 1 for start in starts]))
+        pairs.put_template(padding, columns)
+        return shape, samples
 
-    def _many(self, work: tuple[RowWork, ...], shape: StepShape, pairs: _Pairs) -> None:
+    def _give(self, rows: list[int], starts: list[int], tokens: array[int]) -> None:
+        """Put in those tokens of a decode step that plans brought."""
+        for slot, (number, start) in enumerate(zip(rows, starts, strict=True)):
+            row = self._of(number)
+            if start < row.given:
+                tokens[slot] = int(row.tokens[start])
+            if start + 1 >= row.given:
+                self._unread.discard(number)
+
+    def _all_padding(self, size: int) -> Template:
+        """The first five parts are those that `_decode` has values for."""
+        layout, none, zero = self._layout, [-1] * size, [0] * size
+        parts = [
+            (layout.token, zero), (layout.position, none), (layout.token_row, zero),
+            (layout.sample_row, none), (layout.sample_position, none), (layout.sample_index, list(range(size))),
+        ]  # fmt: skip
+        return Template(parts, size)
+
+    def _many(self, work: tuple[RowWork, ...], pairs: Pairs) -> tuple[StepShape, list[tuple[int, RowSampling]]]:
+        total = end = 0
+        sampled: list[tuple[int, RowSampling]] = []
+        for w in work:
+            state, stop = self._rows[w.row], w.start + w.count
+            if state is None or stop > state.known or stop > state.page_end:
+                raise ValueError(self._complaint(w.row, w.start, stop))
+            total += w.count
+            end = max(end, stop)
+            if w.samples:
+                state.known += 1
+                sampled.append(state.sample)
+        shape = self._buckets.many(total, (end - 1) // PAGE_TOKENS + 1)
         layout, size = self._layout, shape.tokens
         token, row = np.zeros(size, np.int32), np.zeros(size, np.int32)
         position = np.full(size, -1, np.int32)
@@ -235,6 +265,12 @@ class Packer:
         pairs.put(layout.sample_index.at, picked)
         for part, column in ((layout.sample_row, 1), (layout.sample_position, 2)):
             pairs.put(part.at, _padded([s[column : column + 1] for s in samples], layout.max_samples, -1))
+        return shape, sampled
+
+
+def _meets(some: set[int], rows: list[int]) -> bool:
+    """Whether any of `rows` is in `some`, which is empty in most steps."""
+    return bool(some) and not some.isdisjoint(rows)
 
 
 def many_tiles(tokens: int, layout: StateLayout) -> int:
@@ -249,32 +285,3 @@ def _padded(rows: Sequence[tuple[int, ...]], count: int, fill: int) -> Int32:
     if rows:
         out[: len(rows)] = rows
     return out.ravel()
-
-
-@dataclass(slots=True)
-class _Pairs:
-    """Writes (word, value) pairs behind the header."""
-
-    buffer: Int32
-    count: int = 0
-    _view: Int32 = field(init=False)
-
-    def __post_init__(self) -> None:
-        words = (len(self.buffer) - HEADER_WORDS) // 2 * 2
-        self._view = self.buffer[HEADER_WORDS : HEADER_WORDS + words].reshape(-1, 2)
-
-    def put(self, at: int, values: Int32) -> None:
-        """values[i] goes to word at + i."""
-        self.put_at(np.arange(at, at + len(values), dtype=np.int32), values)
-
-    def put_at(self, places: Int32, values: Int32) -> None:
-        """values[i] goes to word places[i]."""
-        end = self.count + len(values)
-        self._view[self.count : end, 0] = places
-        self._view[self.count : end, 1] = values
-        self.count = end
-
-    def finish(self) -> int:
-        """Write the header; the words in use."""
-        self.buffer[0] = self.count
-        return HEADER_WORDS + 2 * self.count

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longturn.engine.records import RowResult, SamplingParams, TokenLogprobs
+from longturn.engine.records import RowResult, SamplingParams, TokenLogprobs, decode_results
 from longturn.errors import RequestError
 from longturn.executor.grammar import GrammarRow, Grammars
 from longturn.executor.sampling_words import RowWords, needs_penalties, penalty_words, row_words
@@ -83,7 +83,7 @@ def row_results(words: Int32, rows: list[tuple[int, RowSampling]], plain: bool) 
     """The results of samples 0, 1, .. from a copy of `SampleResults.words`; `plain` if only tokens are wanted."""
     tokens = words[: len(rows)].tolist()
     if plain and min(tokens, default=0) >= 0:
-        return tuple([RowResult(row, (token,)) for token, (row, _) in zip(tokens, rows, strict=True)])
+        return decode_results([row for row, _ in rows], tokens)
     return tuple(
         _row_result(row, token, sampling, words, sample)
         for sample, (token, (row, sampling)) in enumerate(zip(tokens, rows, strict=True))

@@ -1,11 +1,7 @@
-"""The executor's memory on the device, and the pinned buffers that plans go out and results come back through."""
+"""The executor's memory on the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -61,45 +57,3 @@ class DeviceState:
     def view(self, part: Part) -> Tensor:
         """[rows, width] words of a part."""
         return self.words[part.at : part.at + part.words].view(part.rows, part.width)
-
-
-@dataclass(slots=True)
-class Slot:
-    """Host memory of one step in flight, and the events around it (None on a CPU)."""
-
-    pairs: Tensor
-    """Pinned int32: what the step changes."""
-    pairs_array: npt.NDArray[np.int32]
-    """The same memory."""
-    results: Tensor
-    """Pinned int32: what came back."""
-    results_array: npt.NDArray[np.int32]
-    begin: torch.cuda.Event | None
-    end: torch.cuda.Event | None
-    in_flight: bool = False
-
-
-class SlotRing:
-    """Slots in turn. One is taken again only when its step is over, since the copy engine reads and writes it."""
-
-    def __init__(self, count: int, layout: StateLayout, result_words: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._slots = []
-        for _ in range(count):
-            pairs = torch.zeros(HEADER_WORDS + 2 * layout.max_pairs, dtype=torch.int32, pin_memory=pinned)
-            results = torch.zeros(result_words, dtype=torch.int32, pin_memory=pinned)
-            self._slots.append(Slot(pairs, pairs.numpy(), results, results.numpy(), _event(pinned), _event(pinned)))
-        self._next = 0
-
-    def take(self) -> Slot:
-        """The next slot, after waiting for the step that used it last."""
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
-        if slot.in_flight and slot.end is not None:
-            slot.end.synchronize()
-        slot.in_flight = False
-        return slot
-
-
-def _event(wanted: bool) -> torch.cuda.Event | None:
-    return torch.cuda.Event(enable_timing=True) if wanted else None  # type: ignore[no-untyped-call]
