@@ -204,7 +204,8 @@ def cpu_formats(config: EngineConfig, model: CpuModel) -> ServedFormats:
 
 def _packed(config: EngineConfig, source: ModelSource) -> bool:
     """Whether to run packed weights in native code; `auto` falls back to fp32 where they cannot run, and says so."""
-    from longturn.kernels.cpu.build import find_compiler, unavailable_reason
+    from longturn.kernels.cpu.build import find_compiler
+    from longturn.kernels.cpu.library import unavailable_reason
     from longturn.models.packed import is_quantised, why_not_packed
     from longturn.prepared import cache_directory, require_writable
 

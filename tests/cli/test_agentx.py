@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from longturn.cli.main import main
@@ -36,7 +37,8 @@ def test_one_point_for_each_concurrency_and_a_report(tmp_path: Path, capsys: pyt
         load = ["--traces", str(trace(tmp_path)), "--concurrency", "1,2", "--duration", "0.4", "--api", "completions"]
         assert agentx(url, *load, *known, "--api-key", "secret", "--out", str(out)) == 0
     shown = capsys.readouterr()
-    assert [path.name for path in sorted(out.iterdir())] == ["agentx-0001.json", "agentx-0002.json", "index.html"]
+    files = [f"agentx-000{count}.{kind}" for count in (1, 2) for kind in ("json", "requests.jsonl")]
+    assert [path.name for path in sorted(out.iterdir())] == [*files, "index.html"]
     points = [load_point(out / f"agentx-000{count}.json") for count in (1, 2)]
     assert [point.concurrency for point in points] == [1, 2]
     for point in points:
@@ -51,6 +53,27 @@ def test_one_point_for_each_concurrency_and_a_report(tmp_path: Path, capsys: pyt
     assert shown.out.splitlines()[0].startswith("trees  requests")
     assert main(["report", str(out), "--out", str(tmp_path / "page.html")]) == 0
     assert "fake-1" in capsys.readouterr().out
+
+
+def test_a_points_figures_follow_from_its_requests(tmp_path: Path) -> None:
+    with running(FakeServer()) as url:
+        load = ["--traces", str(trace(tmp_path)), "--concurrency", "2", "--duration", "0.5", "--chips", "2"]
+        assert agentx(url, *load, "--token-counts", "--out", str(tmp_path / "o")) == 0
+    figures = load_point(tmp_path / "o" / "agentx-0002.json").metrics
+    requests = [json.loads(line) for line in (tmp_path / "o" / "agentx-0002.requests.jsonl").open()]
+    assert len(requests) == figures.requests > 2
+    assert {one["session"].split("@")[0] for one in requests} == {"small"}
+    tokens = sum(one["prompt_tokens"] + one["output_tokens"] for one in requests)
+    seconds = (max(one["end_ms"] for one in requests) - min(one["start_ms"] for one in requests)) / 1000
+    assert figures.total_tokens_per_s == pytest.approx(tokens / seconds / 2, rel=1e-6)
+    itl = [(one["end_ms"] - one["first_ms"]) / (one["output_tokens"] - one["first_tokens"]) for one in requests]
+    assert figures.ttft_ms is not None and figures.itl_ms is not None and figures.lag_ms is not None
+    for spread, values in (
+        (figures.ttft_ms, [one["first_ms"] - one["start_ms"] for one in requests]),
+        (figures.itl_ms, itl),
+        (figures.lag_ms, [one["start_ms"] - one["due_ms"] for one in requests]),
+    ):
+        assert (spread.p50, spread.p90) == pytest.approx(tuple(np.percentile(values, [50, 90])), abs=1e-5)
 
 
 def test_json_and_overrides_of_a_published_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

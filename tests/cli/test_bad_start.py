@@ -15,6 +15,7 @@ import pytest
 
 from longturn import source
 from longturn.cli.main import main
+from longturn.cli.setting_values import read_settings
 from longturn.config import ModelConfig
 from longturn.errors import ModelError
 from longturn.source import resolve_source
@@ -161,13 +162,26 @@ def test_context_over_the_models(embedded: Path, refused: Run) -> None:
         ("executor: {threads: 0}", "'executor.threads' must be from 1 to 1024, not 0"),
         ("cache: {memory_bytes: 2024-99-99}", "not YAML"),
         ("a: [", "not YAML"),
+        ("a: " + "[" * 20_000, "not YAML"),
         ("cache: {retention_half_life_s: .nan}", "'cache.retention_half_life_s' must be"),
+        ("cache: {}\nserver: {port: 1}\nserver: {host: a}", "line 3: 'server' stands there a second time"),
+        ("server:\n  port: 1\n  host: a\n  port: 2", "line 4: 'port' stands there a second time"),
     ],
 )
 def test_config_files(tmp_path: Path, text: str, words: str, refused: Run) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
-    assert_one_line(refused("--config", str(file)), CONFIG, words)
+    assert_one_line(refused("--config", str(file)), CONFIG, f"{file}: ", words)
+
+
+def test_a_config_file_may_merge_and_repeat_names_in_other_sections(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "cache: &c {dtype: fp32}\nmodel: {path: a}\nexecutor: {threads: 3}\nserver: {cors_origins: [a, a]}\n"
+    )
+    assert read_settings(file)["server"] == {"cors_origins": ["a", "a"]}
+    file.write_text("scheduler: {<<: {max_running: 3}, max_running: 4}\n")
+    assert read_settings(file) == {"scheduler": {"max_running": 4}}
 
 
 def test_json_errors_are_json(tmp_path: Path) -> None:

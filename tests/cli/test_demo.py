@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -65,7 +66,11 @@ def test_demo_replays_agents_on_each_server_and_writes_their_page(
         "cache off"
     }
     assert all(point.metrics.cached_tokens for point in on) and not any(point.metrics.cached_tokens for point in off)
-    assert all(str(point.concurrency) in page.read_text() for point in on)
+    data = re.search(r'id="data"[^>]*>(.*?)</script>', page.read_text(), re.DOTALL)
+    assert data is not None
+    shown_data = json.loads(data[1])
+    assert shown_data["series"][shown_data["baseline"]]["name"] == "cache off"
+    assert {point["concurrency"] for point in shown_data["points"]} == {1, 2}
     assert load_result(tmp_path / "result.json").command == (
         "longturn demo --pause-scale 0 --concurrency 1,2 --duration 1"
     )

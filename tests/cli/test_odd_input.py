@@ -249,7 +249,7 @@ def test_points_of_an_engine_of_ones_own_hold_its_settings() -> None:
     parser = verb_parser("agentx", "longturn bench agentx", agentx, "")
     args = parser.parse_args(["--inproc", "--set", "cache.prefix_caching=false", "--model", "models/m"])
     config = EngineConfig(
-        model=ModelConfig(path="models/m"),
+        model=ModelConfig(path="models/m", served_name="m"),
         cache=CacheConfig(prefix_caching=False),
         server=ServerConfig(api_keys=("secret",)),
         cache_dir="/home/someone",

@@ -28,7 +28,7 @@ from longturn.bench.texts import NamedText  # noqa: E402
 from longturn.cli import quality_run  # noqa: E402
 from longturn.cli.quality_result import stored_format  # noqa: E402
 from longturn.cli.quality_run import Pair, Plan, fair_shares, greedy_answers  # noqa: E402
-from longturn.kernels.cpu.build import unavailable_reason  # noqa: E402
+from longturn.kernels.cpu.library import unavailable_reason  # noqa: E402
 from longturn.models.inspect import FormatSize  # noqa: E402
 from longturn.models.small_tokenizer import special_ids, write_tokenizer  # noqa: E402
 
@@ -37,7 +37,8 @@ TEXT = "def add(first, second):\n    return first + second\n\nThe cache keeps wh
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
+def threads_as_before() -> Iterator[None]:
+    """The verb sets how many threads torch uses."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

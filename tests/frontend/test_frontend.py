@@ -225,6 +225,17 @@ def test_text_prompt_gets_the_tokenizers_own_beginning() -> None:
     assert unpack_tokens(chat.engine_request.prompt) == ENCODE("abc")
 
 
+def test_tokens_of_the_tokenizer_that_the_model_lacks_are_refused() -> None:
+    """A tokenizer of another model, or one with tokens added: an executor would read behind its embeddings."""
+    backend = tiny_backend()
+    assert backend.add_tokens(["<extra>"]) == 1 and backend.token_to_id("<extra>") == 303
+    frontend, _ = fake_frontend(answering([]), tokenizer=Tokenizer(backend, TokenizerSettings({}, {"default": "abc"})))
+    with pytest.raises(RequestError, match=r"'<extra>' in prompt is token 303 .* tokens 0 to 302") as refused:
+        frontend.prepare(text_request("abc <extra>"))
+    assert refused.value.param == "prompt"
+    assert unpack_tokens(frontend.prepare(text_request("abc")).engine_request.prompt) == ENCODE("abc")
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [

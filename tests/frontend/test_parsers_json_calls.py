@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longturn.frontend.parsers.base import ToolText, join_calls, parse_tools
+from longturn.frontend.parsers.base import join_calls, parse_tools
 from longturn.frontend.parsers.json_calls import hermes, llama_json, plain_json
-from longturn.frontend.parsers.json_scan import MAX_JSON_DEPTH, JsonEnd, is_object
+from longturn.frontend.parsers.json_scan import MAX_JSON_DEPTH, JsonEnd
 from longturn.frontend.parsers.registry import TOOL_FORMATS
 from tests.frontend.json_calls import TOOLS, Written, bare_outputs, hermes_outputs
 from tests.frontend.m3 import cut
+from tests.frontend.parsed import calls_of, halves, parsed_anyhow
 
 LOOK = '{"name": "look", "arguments": {"path": "a.py"}}'
 LOOKED = ("look", {"path": "a.py"})
 NESTED = '{"name": "run", "arguments": {"argv": ["}", "]", "</tool_call>", "\\"{"], "deep": {"a": {"b": []}}}}'
 NESTED_CALL = ("run", {"argv": ["}", "]", "</tool_call>", '"{'], "deep": {"a": {"b": []}}})
-
-
-def in_pieces(parser: Any, pieces: Iterable[str]) -> ToolText:
-    made = [*(parser.push(piece) for piece in pieces), parser.finish()]
-    return ToolText(
-        "".join(piece.content for piece in made), join_calls(call for piece in made for call in piece.calls)
-    )
-
-
-def calls_of(parsed: ToolText) -> list[tuple[str, Any]]:
-    """Calls with their arguments; with the text that was written of those that are no JSON."""
-    return [
-        (call.name, json.loads(call.arguments) if is_object(call.arguments) else call.arguments)
-        for call in parsed.calls
-    ]
 
 
 def block(text: str) -> str:
@@ -152,35 +137,29 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("make", "text", "content", "calls"), BY_HAND)
 def test_texts_by_hand(make: Any, text: str, content: str, calls: list[Any]) -> None:
-    whole = parse_tools(make(TOOLS), text)
+    whole = parsed_anyhow(lambda: make(TOOLS), text, *halves(text))
     assert (whole.content, calls_of(whole)) == (content, calls)
-    assert in_pieces(make(TOOLS), text) == whole
-    for at in range(len(text)):
-        assert in_pieces(make(TOOLS), [text[:at], text[at:]]) == whole
 
 
 @settings(deadline=None)
 @given(hermes_outputs(), st.lists(st.integers(0, 10_000), max_size=10))
 def test_generated_blocks_are_read_back_however_they_are_cut(made: Written, at: list[int]) -> None:
-    whole = parse_tools(hermes(TOOLS), made.text)
+    whole = parsed_anyhow(lambda: hermes(TOOLS), made.text, cut(made.text, at))
     assert (whole.content, calls_of(whole)) == (made.content, made.calls)
-    assert in_pieces(hermes(TOOLS), cut(made.text, at)) == in_pieces(hermes(TOOLS), made.text) == whole
 
 
 @settings(deadline=None)
 @given(bare_outputs(), st.lists(st.integers(0, 10_000), max_size=10), st.sampled_from([llama_json, plain_json]))
 def test_generated_calls_without_markers_are_read_back(made: Written, at: list[int], make: Any) -> None:
-    whole = parse_tools(make(TOOLS), made.text)
+    whole = parsed_anyhow(lambda: make(TOOLS), made.text, cut(made.text, at))
     assert (whole.content, calls_of(whole)) == (made.content, made.calls)
-    assert in_pieces(make(TOOLS), cut(made.text, at)) == in_pieces(make(TOOLS), made.text) == whole
 
 
 @settings(deadline=None)
 @given(hermes_outputs() | bare_outputs(), st.integers(0, 10_000), st.sampled_from([hermes, llama_json, plain_json]))
 def test_an_output_that_ends_anywhere_makes_one_unfinished_call_at_most(made: Written, end: int, make: Any) -> None:
     text = made.text[: end % (len(made.text) + 1)]
-    whole = parse_tools(make(TOOLS), text)
-    assert in_pieces(make(TOOLS), text) == whole
+    whole = parsed_anyhow(lambda: make(TOOLS), text)
     calls = calls_of(whole)
     if calls and isinstance(calls[-1][1], str):
         name, begun = calls.pop()
@@ -211,9 +190,7 @@ def test_any_text_cut_anywhere(fragments: list[tuple[str, bool]], at: list[int],
     text = "".join(fragment + word for (fragment, _), word in zip(fragments, words, strict=True))
     make = TOOL_FORMATS[name].make
     tools = TOOLS if known else []
-    whole = parse_tools(make(tools), text)
-    assert in_pieces(make(tools), cut(text, at)) == whole
-    assert in_pieces(make(tools), text) == whole
+    whole = parsed_anyhow(lambda: make(tools), text, cut(text, at))
     assert all(call.name for call in whole.calls)
     # Nothing is lost but what belongs to calls and the white space around them.
     if not whole.calls:

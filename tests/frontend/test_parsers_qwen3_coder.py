@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longturn.frontend.parsers.base import ToolPiece, ToolText, join_calls, parse_tools
-from longturn.frontend.parsers.json_scan import is_object
+from longturn.frontend.parsers.base import ToolPiece
 from longturn.frontend.parsers.qwen3_coder import Qwen3CoderTools
 from longturn.frontend.parsers.registry import TOOL_FORMATS, output_format
 from tests.frontend.m3 import Written, cut, tool
+from tests.frontend.parsed import calls_of, halves, parsed_anyhow
 from tests.frontend.qwen3_coder import block, call, outputs, parameter
 
 TOOLS: list[Any] = [
@@ -25,22 +24,6 @@ TOOLS: list[Any] = [
 ROME = call("weather", {"city": "Rome", "days": 3, "metric": True})
 ROME_CALL = ("weather", {"city": "Rome", "days": 3, "metric": True})
 FILE = "<function=g>\n<parameter=p>\n1\n</parameter>\n</function> is\nhow </parameter> ends\n"
-
-
-def in_pieces(text: Iterable[str], tools: list[Any]) -> ToolText:
-    parser = Qwen3CoderTools(tools)
-    made = [*(parser.push(piece) for piece in text), parser.finish()]
-    return ToolText(
-        "".join(piece.content for piece in made), join_calls(call for piece in made for call in piece.calls)
-    )
-
-
-def calls_of(parsed: ToolText) -> list[tuple[str, Any]]:
-    """Calls with their arguments; with the text that was written of those that are no JSON."""
-    return [
-        (call.name, json.loads(call.arguments) if is_object(call.arguments) else call.arguments)
-        for call in parsed.calls
-    ]
 
 
 BY_HAND: list[tuple[str, str, list[tuple[str, Any]]]] = [
@@ -105,32 +88,26 @@ BROKEN: list[tuple[str, str, list[tuple[str, Any]]]] = [
 
 @pytest.mark.parametrize(("text", "content", "calls"), BY_HAND + BROKEN)
 def test_texts_by_hand(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
-    whole = parse_tools(Qwen3CoderTools(TOOLS), text)
+    whole = parsed_anyhow(lambda: Qwen3CoderTools(TOOLS), text, *halves(text))
     assert (whole.content, calls_of(whole)) == (content, calls)
-    assert in_pieces(text, TOOLS) == whole
-    for at in range(len(text)):
-        assert in_pieces([text[:at], text[at:]], TOOLS) == whole
 
 
 @settings(deadline=None)
 @given(outputs(), st.lists(st.integers(0, 10_000), max_size=10))
 def test_generated_calls_are_read_back_however_they_are_cut(made: Written, at: list[int]) -> None:
-    whole = parse_tools(Qwen3CoderTools(made.tools), made.text)
+    whole = parsed_anyhow(lambda: Qwen3CoderTools(made.tools), made.text, cut(made.text, at))
     assert calls_of(whole) == made.calls
     assert whole.content == made.content
     for one, (_, arguments) in zip(whole.calls, made.calls, strict=True):
         # Equality alone takes 1, 1.0 and True for the same.
         assert json.dumps(json.loads(one.arguments), sort_keys=True) == json.dumps(arguments, sort_keys=True)
-    assert in_pieces(cut(made.text, at), made.tools) == whole
-    assert in_pieces(made.text, made.tools) == whole
 
 
 @settings(deadline=None)
 @given(outputs(), st.integers(0, 10_000))
 def test_an_output_that_ends_anywhere_makes_one_unfinished_call_at_most(made: Written, end: int) -> None:
     text = made.text[: end % (len(made.text) + 1)]
-    whole = parse_tools(Qwen3CoderTools(made.tools), text)
-    assert in_pieces(text, made.tools) == whole
+    whole = parsed_anyhow(lambda: Qwen3CoderTools(made.tools), text)
     calls = calls_of(whole)
     assert [name for name, _ in calls] == [name for name, _ in made.calls[: len(calls)]]
     assert calls[:-1] == made.calls[: max(0, len(calls) - 1)]
@@ -179,9 +156,7 @@ def test_any_text_cut_anywhere(fragments: list[tuple[str, bool]], at: list[int],
     words = [f"w{number}w" if has_word else "" for number, (_, has_word) in enumerate(fragments)]
     text = "".join(fragment + word for (fragment, _), word in zip(fragments, words, strict=True))
     tools = TOOLS if known else []
-    whole = parse_tools(Qwen3CoderTools(tools), text)
-    assert in_pieces(cut(text, at), tools) == whole
-    assert in_pieces(text, tools) == whole
+    whole = parsed_anyhow(lambda: Qwen3CoderTools(tools), text, cut(text, at))
     shown = whole.content + "".join(call.name + call.arguments for call in whole.calls)
     assert [word for word in words if word not in shown] == []
     for one in whole.calls[:-1]:

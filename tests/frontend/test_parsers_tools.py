@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longturn.frontend.parsers.base import ToolPiece, ToolText, join_calls, parse_tools
-from longturn.frontend.parsers.json_scan import is_object
+from longturn.frontend.parsers.base import ToolPiece, join_calls, parse_tools
 from longturn.frontend.parsers.minimax_m3_tools import MAX_DEPTH, MinimaxM3Tools
 from tests.frontend.m3 import NS, Written, block, cut, invoke, outputs, tag, tool
+from tests.frontend.parsed import calls_of, halves, parsed_anyhow
 
 WEATHER = {
     "name": "weather",
@@ -26,22 +25,6 @@ TOOLS: list[Any] = [WEATHER, tool("f", {"a": 1, "b": "x", "list": ["x"], "deep":
 ROME = invoke("weather", tag("city", "Rome") + tag("days", "3") + tag("metric", "true"))
 OPENED = f'{NS}<tool_call>\n{NS}<invoke name="weather">'
 ROME_CALL = ("weather", {"city": "Rome", "days": 3, "metric": True})
-
-
-def in_pieces(text: Iterable[str], tools: list[Any]) -> ToolText:
-    parser = MinimaxM3Tools(tools)
-    made = [*(parser.push(piece) for piece in text), parser.finish()]
-    return ToolText(
-        "".join(piece.content for piece in made), join_calls(call for piece in made for call in piece.calls)
-    )
-
-
-def calls_of(parsed: ToolText) -> list[tuple[str, Any]]:
-    """Calls with their arguments; with the text that was written of those that are no JSON."""
-    return [
-        (call.name, json.loads(call.arguments) if is_object(call.arguments) else call.arguments)
-        for call in parsed.calls
-    ]
 
 
 BY_HAND: list[tuple[str, str, list[tuple[str, Any]]]] = [
@@ -125,32 +108,26 @@ BROKEN: list[tuple[str, str, list[tuple[str, Any]]]] = [
 
 @pytest.mark.parametrize(("text", "content", "calls"), BY_HAND + BROKEN)
 def test_texts_by_hand(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
-    whole = parse_tools(MinimaxM3Tools(TOOLS), text)
+    whole = parsed_anyhow(lambda: MinimaxM3Tools(TOOLS), text, *halves(text))
     assert (whole.content, calls_of(whole)) == (content, calls)
-    assert in_pieces(text, TOOLS) == whole
-    for at in range(len(text)):
-        assert in_pieces([text[:at], text[at:]], TOOLS) == whole
 
 
 @settings(deadline=None)
 @given(outputs(), st.lists(st.integers(0, 10_000), max_size=10))
 def test_generated_calls_are_read_back_however_they_are_cut(made: Written, at: list[int]) -> None:
-    whole = parse_tools(MinimaxM3Tools(made.tools), made.text)
+    whole = parsed_anyhow(lambda: MinimaxM3Tools(made.tools), made.text, cut(made.text, at))
     assert calls_of(whole) == made.calls
     assert whole.content == made.content
     for call, (_, arguments) in zip(whole.calls, made.calls, strict=True):
         # Equality alone takes 1, 1.0 and True for the same.
         assert json.dumps(json.loads(call.arguments), sort_keys=True) == json.dumps(arguments, sort_keys=True)
-    assert in_pieces(cut(made.text, at), made.tools) == whole
-    assert in_pieces(made.text, made.tools) == whole
 
 
 @settings(deadline=None)
 @given(outputs(), st.integers(0, 10_000))
 def test_an_output_that_ends_anywhere_makes_one_unfinished_call_at_most(made: Written, end: int) -> None:
     text = made.text[: end % (len(made.text) + 1)]
-    whole = parse_tools(MinimaxM3Tools(made.tools), text)
-    assert in_pieces(text, made.tools) == whole
+    whole = parsed_anyhow(lambda: MinimaxM3Tools(made.tools), text)
     done = text.count(f"{NS}</invoke>")
     calls = calls_of(whole)
     # (Arguments may be named like a call, whence the inequality.)
@@ -182,9 +159,7 @@ def test_any_text_cut_anywhere(fragments: list[tuple[str, bool]], at: list[int],
     words = [f"w{number}w" if has_word else "" for number, (_, has_word) in enumerate(fragments)]
     text = "".join(fragment + word for (fragment, _), word in zip(fragments, words, strict=True))
     tools = TOOLS if known else []
-    whole = parse_tools(MinimaxM3Tools(tools), text)
-    assert in_pieces(cut(text, at), tools) == whole
-    assert in_pieces(text, tools) == whole
+    whole = parsed_anyhow(lambda: MinimaxM3Tools(tools), text, cut(text, at))
     shown = whole.content + "".join(call.name + call.arguments for call in whole.calls)
     assert [word for word in words if word not in shown] == []
     for call in whole.calls[:-1]:

@@ -11,6 +11,7 @@ import pytest
 from longturn.errors import ConfigError
 from longturn.kernels.cpu import build as cpu_build
 from longturn.kernels.cpu.build import KernelBuildError
+from longturn.kernels.cpu.library import load, unavailable_reason
 
 
 def test_second_build_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +35,7 @@ def test_second_build_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_missing_compiler_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_build, "find_compiler", lambda: None)
-    reason = cpu_build.unavailable_reason(tmp_path)
+    reason = unavailable_reason(tmp_path)
     assert reason is not None and "install g++ or clang++" in reason and "\n" not in reason
 
 
@@ -74,3 +75,13 @@ def test_nobodys_home_is_one_line_that_names_the_setting(monkeypatch: pytest.Mon
     monkeypatch.setattr(cpu_build, "find_compiler", lambda: (sys.executable,))
     with pytest.raises(ConfigError, match="name a directory with 'cache_dir'"):
         cpu_build.build()
+
+
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cpu_build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(cpu_build, "FLAGS", tuple(flag for flag in cpu_build.FLAGS if flag != "-O3"))
+    path = cpu_build.build(tmp_path)
+    path.write_bytes(b"")
+    assert load(tmp_path).path == path
+    assert path.stat().st_size > 0

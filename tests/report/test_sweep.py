@@ -15,10 +15,10 @@ from urllib.parse import unquote
 import pytest
 
 from longturn.bench.frontier import frontier_of
-from longturn.report.point import Platform, Validity, point_to_json
+from longturn.report.point import Band, Bound, Platform, Validity, point_to_json
 from longturn.report.schema import ResultError
 from longturn.report.series import group
-from longturn.report.sweep import render_sweep, write_sweep
+from longturn.report.sweep import badges, render_sweep, write_sweep
 from tests.report.points import changed, point, server, sweep, timeline
 from tests.report.test_page import read
 
@@ -95,6 +95,13 @@ def test_nothing_to_show_and_unknown_baseline() -> None:
 def test_a_point_without_figures_is_a_row_of_dashes() -> None:
     nothing = {"interactivity": None, "ttft_ms": None, "itl_ms": None, "e2e_ms": None, "jobs": None, "turns": ()}
     assert "–" in read(render_sweep([point("c", 1, None, 5.0, metrics=nothing)], "Sweep")).text
+
+
+def test_a_simulated_points_band_is_said_to_be_one_of_steps() -> None:
+    """A step that is 15 % longer makes a loaded server's figures worse by more: the share is of no figure beside it."""
+    end = Bound(interactivity=None, total_tokens_per_s=1.0, output_tokens_per_s=None, ttft_ms=None)
+    band = Band(relative=0.15, slow=end, fast=end, basis="residuals")
+    assert "simulated, steps ±15%" in badges(point("m", 1, 10.0, 5.0, source="simulated", band=band))
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
@@ -318,3 +325,39 @@ def test_what_nobody_told_keeps_curves_apart_and_is_not_in_their_names() -> None
     first, second = group([told, untold])
     assert first.name == f"{told.configuration} · longturn-bench 0.1.0"
     assert second.name == told.configuration
+
+
+@pytest.mark.slow
+def test_curves_of_one_point_have_their_figure_in_the_table(tmp_path: Path) -> None:
+    points = [point("a", 1, 400.0, 16.83), point("b", 1, 200.0, 17.58)]
+    rows = in_browser(
+        render_sweep(points, "Sweep", "a"),
+        "const rows = [...document.querySelectorAll('#matched-table tbody tr')];"
+        "report(rows.map((row) => [...row.cells].map((cell) => cell.textContent)))",
+        tmp_path,
+        1200,
+    )
+    assert ["16.8", "400", "≥ 200", "–"] in rows
+    assert ["17.6", "not reached", "200", "–"] in rows
+
+
+@pytest.mark.slow
+def test_what_is_hidden_stays_hidden_and_paper_is_light(tmp_path: Path) -> None:
+    """Without scripts the controls keep their `hidden`; the dark theme is for screens alone."""
+    seen = in_browser(
+        render_sweep(sweep(), "Sweep"),
+        """
+        const controls = document.getElementById('controls');
+        controls.hidden = true;
+        const dark = [];
+        const walk = (rules, media) => { for (const rule of rules) {
+          if (rule.selectorText && rule.selectorText.includes('data-theme')) dark.push(media);
+          else if (rule.cssRules) walk(rule.cssRules, rule.conditionText || media);
+        } };
+        for (const sheet of document.styleSheets) walk(sheet.cssRules, '');
+        report({display: getComputedStyle(controls).display, dark: [...new Set(dark)].sort()});
+        """,
+        tmp_path,
+        1200,
+    )
+    assert seen == {"display": "none", "dark": ["screen", "screen and (prefers-color-scheme: dark)"]}

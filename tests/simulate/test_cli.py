@@ -58,7 +58,7 @@ def test_points_with_bands_and_a_page(tmp_path: Path, trace: str, capsys: pytest
         assert point.client is not None and point.client.startswith("longturn-simulate ")
         assert str(tmp_path) not in point.command and "--layout" in point.command
     page = (out / "index.html").read_text()
-    assert "simulated ±" in page
+    assert "simulated, steps ±" in page
     assert len((tmp_path / "events").read_text().splitlines()) > 20
 
 

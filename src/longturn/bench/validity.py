@@ -146,7 +146,7 @@ def _notes(rules: Rules, requests: Sequence[Asked], good: Sequence[Asked], condu
             f"client_lag: the client sent up to {lag * 1000:.0f} ms late (P99), more than {LAG_P99_S * 1000:.0f}"
         )
     if good and len(good) < FEW_REQUESTS:
-        notes.append(f"few_requests: {len(good)} requests were measured, tails of fewer than {FEW_REQUESTS} say little")
+        notes.append(f"few_requests: {len(good)} requests were answered, tails of fewer than {FEW_REQUESTS} say little")
     if conduct.undrained:
         notes.append(f"undrained: {conduct.undrained} requests had not ended when the time for draining was over")
     if conduct.warmup_errors:

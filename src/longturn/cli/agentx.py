@@ -7,15 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longturn.cli.named_traces import SHIPPED
+from longturn.cli.agentx_load import PRESET_NAMES, add_sessions, concurrency, token_ids
 from longturn.cli.options import check_number
 from longturn.errors import ConfigError
 
 if TYPE_CHECKING:
     from longturn.report.point import Point
-
-PRESET_NAMES = ("agentx", "agentx-mvp", "quick")
-_MOST_LANES = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,16 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="longest time for one answer [600]")
     load = parser.add_argument_group("load")
-    load.add_argument(
-        "--traces",
-        nargs="+",
-        default=["workshop.json"],
-        metavar="PATH",
-        help=f"trace files, folders, or some of the package: {', '.join(SHIPPED)} [workshop.json]",
-    )
-    load.add_argument(
-        "--concurrency", default="1", metavar="N,N", help="session trees alive at once, one point each [1]"
-    )
+    add_sessions(load, concurrency_default="1")
     load.add_argument(
         "--preset",
         choices=PRESET_NAMES,
@@ -53,10 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--duration", type=float, metavar="S", help="seconds of each point [as the preset]")
     load.add_argument("--seed", type=int, metavar="N", help="of sessions, start points and prompts [as the preset]")
-    load.add_argument("--max-context", type=int, metavar="N", help="drop requests of more tokens, output included")
-    load.add_argument(
-        "--scale-context", type=float, default=1.0, metavar="F", help="shrink sessions, keeping their structure [1]"
-    )
     load.add_argument("--no-split", action="store_true", help="look for no agents in flattened captures")
     load.add_argument(
         "--derive-system",
@@ -197,27 +181,3 @@ def exit_code(points: list[Point]) -> int:
     if failed:
         print(f"longturn: error: {failed[0]}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def concurrency(text: str) -> list[int]:
-    """`1,2,4` as numbers, in the order given."""
-    try:
-        found = list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise ConfigError(f"--concurrency must be numbers with commas between, not '{text}'") from None
-    for count in found:
-        if not 1 <= count <= _MOST_LANES:
-            raise ConfigError(f"--concurrency must be between 1 and {_MOST_LANES}, not {count}")
-    return found
-
-
-def token_ids(text: str | None, api: str) -> range | None:
-    """`1000-9000` as ids, both ends included."""
-    if text is None:
-        return None
-    if api != "completions":
-        raise ConfigError("--token-ids needs --api completions")
-    low, dash, high = text.partition("-")
-    if not (dash and low.isdecimal() and high.isdecimal() and int(high) - int(low) >= 31):
-        raise ConfigError(f"--token-ids must be LOW-HIGH with at least 32 ids, not '{text}'")
-    return range(int(low), int(high) + 1)

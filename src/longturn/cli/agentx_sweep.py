@@ -13,9 +13,10 @@ from longturn.bench.presets import Rules, rules_of
 from longturn.bench.traces.shrink import drop_long, scale_tree
 from longturn.bench.traces.system_prefix import derive_system
 from longturn.bench.traces.tree import SessionTree
-from longturn.cli.agentx import concurrency, token_ids
+from longturn.cli.agentx_load import concurrency, token_ids
 from longturn.cli.agentx_point import make_point
 from longturn.cli.agentx_progress import SweepProgress
+from longturn.cli.agentx_requests import requests_path, save_requests
 from longturn.cli.agentx_setting import make_setting
 from longturn.cli.agentx_target import open_target
 from longturn.cli.named_traces import named_traces
@@ -97,7 +98,9 @@ async def measure_sweep(plan: SweepPlan, out: Path, points: list[Point], progres
             if measured.turns:
                 point = make_point(setting, trees, measured, count)
                 points.append(point)
-                save_point(point, out / f"agentx-{count:04d}.json")
+                path = out / f"agentx-{count:04d}.json"
+                save_point(point, path)
+                save_requests(measured, requests_path(path))
             if measured.interrupted or measured.conduct.cancelled is not None:
                 return measured.interrupted
     return False

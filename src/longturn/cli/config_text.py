@@ -54,12 +54,12 @@ def changed_settings(config: EngineConfig) -> dict[str, str]:
 
 
 def engine_settings(config: EngineConfig) -> dict[str, str]:
-    """Those of `changed_settings` that decide what an engine computes and how fast: no files, no addresses."""
+    """Those of `changed_settings` that decide what an engine computes and how fast: no files, addresses or names."""
     found = changed_settings(config)
     return {
         name: text
         for name, text in found.items()
-        if name not in _LOCAL and not name.startswith(("server.", "cache.events_"))
+        if name not in (*_LOCAL, "model.served_name") and not name.startswith(("server.", "cache.events_"))
     }
 
 

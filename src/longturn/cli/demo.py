@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from longturn.report.schema import Run
 
 CACHE_OFF = "cache.prefix_caching=false"
+_WITHOUT = "cache off"
 AGENTS = "agents"
 """Folder of the second page, beside the first."""
 CONCURRENCY, DURATION_S = "1,2,4", 20.0
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     without = dataclasses.replace(config, cache=dataclasses.replace(config.cache, prefix_caching=False))
     plans = [_Plan("cache on", config, _serve_command(args))]
     if not args.no_baseline:
-        plans.append(_Plan("cache off", without, _serve_command(args, "--set", CACHE_OFF)))
+        plans.append(_Plan(_WITHOUT, without, _serve_command(args, "--set", CACHE_OFF)))
     if not args.no_agents:
         _agent_args(args, "http://127.0.0.1", plans[0])  # complains about bad values before anything is started
     done = _Done()
@@ -206,7 +207,8 @@ def _show_agents(points: list[Point], folder: Path, *, as_json: bool) -> None:
     from longturn.report.sweep import write_sweep
 
     page = folder / "index.html"
-    write_sweep(points, "Agent sessions on this machine", page)
+    names = [point.configuration for point in points]
+    write_sweep(points, "Agent sessions on this machine", page, baseline=_WITHOUT if _WITHOUT in names else None)
     if as_json:
         return
     for name in dict.fromkeys(point.configuration for point in points):

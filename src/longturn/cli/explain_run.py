@@ -14,6 +14,7 @@ import msgspec
 
 from longturn.bench.presets import rules_of
 from longturn.cli import agentx, replay
+from longturn.cli.agentx_load import concurrency
 from longturn.cli.local_server import client_key, local_server
 from longturn.cli.replay_points import points_of_result
 from longturn.cli.version import longturn_version
@@ -43,7 +44,7 @@ def check_load(words: list[str]) -> None:
     if words[0] == "agentx":
         agentx.check_arguments(args)
         rules_of(args.preset, args.duration)
-        if len(agentx.concurrency(args.concurrency)) != 1:
+        if len(concurrency(args.concurrency)) != 1:
             raise ConfigError(f"--load: an explanation needs one concurrency, not {args.concurrency}")
 
 

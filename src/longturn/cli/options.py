@@ -166,7 +166,7 @@ def config_from_args(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigError: an unreadable file, an unknown setting, a wrong type, a value out of range, or two models.
     """
-    tree: dict[str, Any] = read_settings(Path(args.config)) if args.config is not None else {}
+    tree: dict[str, Any] = {} if args.config is None else _settings_of(Path(args.config))
     for dest, value in vars(args).items():
         if dest.startswith(_DEST):
             _put(tree, dest.removeprefix(_DEST), value)
@@ -182,6 +182,16 @@ def config_from_args(args: argparse.Namespace) -> EngineConfig:
             raise ConfigError(f"--set needs NAME=VALUE, not '{assignment}'")
         _put(tree, name.strip(), set_value(name, text))
     return config_from_dict(EngineConfig, tree)
+
+
+def _settings_of(path: Path) -> dict[str, Any]:
+    """The settings of a file, each of them checked, so that a complaint names the file and not the flags beside it."""
+    tree = read_settings(path)
+    try:
+        config_from_dict(EngineConfig, tree)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return tree
 
 
 def config_from_options(options: Iterable[str], flag: str, *, model_dir: str | None = None) -> EngineConfig:

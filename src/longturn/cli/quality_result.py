@@ -16,7 +16,7 @@ from longturn.cli.terminal import table
 from longturn.config import EngineConfig
 from longturn.executor.cpu import CpuModel
 from longturn.executor.native_model import NativeCpuModel
-from longturn.kernels.cpu.build import unavailable_reason
+from longturn.kernels.cpu.library import unavailable_reason
 from longturn.models.formats import main_format, served_formats
 from longturn.models.inspect import FormatSize, inspect_model
 from longturn.models.packed import is_quantised, why_not_packed

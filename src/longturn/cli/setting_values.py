@@ -25,15 +25,20 @@ def read_settings(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree = yaml.safe_load(text)
+        twice = _named_twice(yaml.compose(text, Loader=yaml.SafeLoader), depth=2)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML's dates and integers raise ValueError
+    # PyYAML's dates and integers raise ValueError; it recurses into what is nested.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not YAML: {_yaml_complaint(error)}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(f"{path}: must hold settings by name, not {type(tree).__name__}")
+    if twice is not None:
+        raise ConfigError(f"{path}: line {twice.start_mark.line + 1}: '{twice.value}' stands there a second time")
     # Two levels, as deep as settings are: a file can nest itself without end.
     return {
         name: {key: _plain(f"{name}.{key}", inner) for key, inner in value.items()}
@@ -41,6 +46,22 @@ def read_settings(path: Path) -> dict[str, Any]:
         else value
         for name, value in tree.items()
     }
+
+
+def _named_twice(node: Any, depth: int) -> Any:
+    """The second of two equal keys of a mapping, or None. YAML's readers take the last one and drop what stood under
+    the first, which would be a setting that silently does nothing."""
+    if depth == 0 or getattr(node, "id", "") != "mapping":
+        return None
+    seen: set[str] = set()
+    for key, value in node.value:
+        if key.id == "scalar" and key.value in seen:
+            return key
+        seen.add(str(key.value))
+        inner = _named_twice(value, depth - 1)
+        if inner is not None:
+            return inner
+    return None
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -71,7 +92,7 @@ def set_value(name: str, text: str) -> Any:
         return _bytes_of(name.strip(), text)
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # as in `read_settings`
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # as in `read_settings`
         raise ConfigError(f"--set {name}: '{text}' is not a YAML value") from error
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longturn.cli.agentx import PRESET_NAMES, concurrency
+from longturn.cli.agentx_load import PRESET_NAMES, add_sessions, concurrency
 from longturn.cli.options import check_number
 from longturn.errors import ConfigError
 from longturn.simulate.acceptance import RULES
@@ -115,26 +115,10 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 def add_load(parser: argparse.ArgumentParser, *, concurrency_default: str) -> None:
     """Flags for what is replayed, as `bench agentx` has them."""
     load = parser.add_argument_group("load")
-    load.add_argument(
-        "--traces",
-        nargs="+",
-        default=["workshop.json"],
-        metavar="PATH",
-        help="trace files, folders, or traces that come with the package [workshop.json]",
-    )
-    load.add_argument(
-        "--concurrency",
-        default=concurrency_default,
-        metavar="N,N",
-        help=f"session trees alive at once, one point each [{concurrency_default}]",
-    )
+    add_sessions(load, concurrency_default=concurrency_default)
     load.add_argument("--preset", choices=PRESET_NAMES, default="agentx", help="rules of the replay [agentx]")
     load.add_argument("--duration", type=float, metavar="S", help="simulated seconds of each point [as the preset]")
     load.add_argument("--seed", type=int, metavar="N", help="of sessions and start points [as the preset, or 42]")
-    load.add_argument("--max-context", type=int, metavar="N", help="drop requests of more tokens, output included")
-    load.add_argument(
-        "--scale-context", type=float, default=1.0, metavar="F", help="shrink sessions, keeping their structure [1]"
-    )
     load.add_argument(
         "--median-input", type=int, metavar="N", help="stretch prompts until their median is N tokens [as recorded]"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from longturn.cli.agentx import concurrency
+from longturn.cli.agentx_load import concurrency
 from longturn.cli.options import check_number
 from longturn.cli.simulate import add_load, add_target, check_target
 from longturn.errors import ConfigError

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longturn.cli.options import check_number
+from longturn.cli.steps.output import check_output
 from longturn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if (reason := why_no_device()) is not None:
         raise ConfigError(f"bench step measures a GPU, and there is none to use: {reason}")
     if args.out is not None:
-        _check_writable(args.out)
+        check_output(args.out, "--out: cannot write")
     import torch
 
     from longturn.cli.steps.memory import too_little_memory
@@ -95,15 +96,6 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1))
     return 0
-
-
-def _check_writable(file: Path) -> None:
-    """Better refused now than after the measurement. Raises ConfigError."""
-    try:
-        with file.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write {file}: {error.strerror or error}") from error
 
 
 def _check_experts(preset: str, count: int) -> None:

@@ -7,17 +7,15 @@ presets of `longturn bench step` is taken. It takes about a minute. Runs from a 
 from __future__ import annotations
 
 import argparse
-import errno
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longturn.cli.options import check_number
+from longturn.cli.steps.output import check_output
 from longturn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     device = torch.cuda.get_device_name()
     path = args.out or table_path(cache_directory(args.cache_dir), device)
-    _check_writable(path)
+    check_output(path, "cannot write plans to")
     show = sys.stderr if args.json else sys.stdout
     tried: list[Tried] = []
     try:
@@ -83,20 +81,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"table": table.as_dict(), "file": str(path), "tried": [asdict(one) for one in tried]}))
     return 0
-
-
-def _check_writable(table: Path) -> None:
-    """Better refused now than after the measurement. Raises ConfigError."""
-    try:
-        table.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=table.parent):
-            pass
-        if table.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    except FileExistsError as error:
-        raise ConfigError(f"cannot write plans to {table}: {table.parent} is no directory") from error
-    except OSError as error:
-        raise ConfigError(f"cannot write plans to {table}: {error.strerror or error}") from error
 
 
 def _tuner(args: argparse.Namespace) -> Tuner:

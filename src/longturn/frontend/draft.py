@@ -153,9 +153,24 @@ class Drafts:
         return self._templates.render(prompt, None if form is None else form.syntax)
 
     def encode(self, draft: Draft) -> list[int]:
-        """Token ids of the part that is text."""
-        if not draft.text:
-            return []
+        """Token ids of the part that is text.
+
+        Raises:
+            RequestError: the text is not valid Unicode, or has a token that the model does not know: the checkpoint's
+                tokenizer is another model's, or has more tokens than the model.
+        """
+        ids = self._encode(draft) if draft.text else []
+        highest = max(ids, default=0)
+        if highest >= self._vocab_size:  # an executor would read behind the end of its embeddings
+            text = self._tokenizer.token_text(highest)
+            raise RequestError(
+                f"'{text}' in {draft.param} is token {highest} of the tokenizer, but the model has tokens 0 to "
+                f"{self._vocab_size - 1}",
+                param=draft.param,
+            )
+        return ids
+
+    def _encode(self, draft: Draft) -> list[int]:
         if draft.lead:
             first, *rest = self._tokenizer.encode(draft.lead + draft.text)
             if first == self._tokenizer.token_id(draft.lead):

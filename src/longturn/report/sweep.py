@@ -215,7 +215,7 @@ def badges(point: Point) -> str:
     """Validity, source and mode in short words."""
     words = [] if point.validity.valid else [("bad", "invalid")]
     if point.source != "measured":
-        band = f" ±{point.band.relative:.0%}" if point.band is not None else ""
+        band = f", steps ±{point.band.relative:.0%}" if point.band is not None else ""
         words.append(("note", f"{point.source}{band}"))
     elif point.validity.valid:
         words.append(("good", "valid"))

@@ -55,7 +55,9 @@ const Tables = (() => {
     const low = Math.min(...curves.map((c) => c.points[0][0]));
     const high = Math.max(...curves.map((c) => c.points[c.points.length - 1][0]));
     const nice = high > low ? ticks(low, high, 11) : [low];
-    return [...new Set([...nice, ...added])].sort((a, b) => a - b);
+    // A curve of one point has a figure there and nowhere else.
+    const single = curves.filter((c) => c.points.length === 1).map((c) => c.points[0][0]);
+    return [...new Set([...nice, ...single, ...added])].sort((a, b) => a - b);
   }
 
   // lines: [{name, curve}], curve null where there is none; added: the reader's own levels, which can be removed.

@@ -196,6 +196,17 @@ def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
     return {"index": delta.index, "id": delta.id, "type": "function", "function": {"name": delta.name, **function}}
 
 
+def _joined(deltas: Iterable[ToolCallDelta]) -> Iterable[ToolCallDelta]:
+    """One piece for each call that the pieces belong to."""
+    pieces: dict[int, ToolCallDelta] = {}
+    for delta in deltas:
+        known = pieces.get(delta.index, ToolCallDelta(delta.index))
+        pieces[delta.index] = ToolCallDelta(
+            delta.index, known.id + delta.id, known.name + delta.name, known.arguments + delta.arguments
+        )
+    return pieces.values()
+
+
 @dataclass(slots=True)
 class EventWriter:
     """Writes the events of one streamed answer; an `EventEncoder`.
@@ -303,8 +314,8 @@ class EventWriter:
             deltas.append(_reasoning(chunk.reasoning))
         if chunk.text or not (chunk.reasoning or chunk.tool_calls):
             deltas.append({"content": chunk.text})
-        if chunk.tool_calls:
-            deltas.append({"tool_calls": [_call_delta(delta) for delta in chunk.tool_calls]})
+        # One call an event, once: clients made for OpenAI's server read no more than the first piece of each.
+        deltas += [{"tool_calls": [_call_delta(piece)]} for piece in _joined(chunk.tool_calls)]
         for number, delta in enumerate(deltas):
             body = b'"delta":' + _encode(delta)
             if number == 0:

@@ -137,3 +137,11 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     tokens: TokenIds
+
+
+class AbortRequest(msgspec.Struct):
+    """Body of POST /abort_requests."""
+
+    request_ids: list[str] | None = None
+    """Ids of answers, of single choices or of HTTP requests (X-Request-Id)."""
+    abort_all: bool | None = None

@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 
 from longturn.server.messages_types import MessagesRequest
-from longturn.server.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from longturn.server.openai_types import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from longturn.server.responses_types import ResponsesRequest
 
 VERSION = "3.1.0"
@@ -44,8 +50,6 @@ class Operation:
 
 def operations() -> tuple[Operation, ...]:
     """Everything that may be asked."""
-    from longturn.server.operations import AbortRequest
-
     return (
         Operation("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, streams=True),
         Operation("post", "/v1/completions", "Continue a text", CompletionRequest, streams=True),

@@ -17,19 +17,12 @@ from starlette.routing import BaseRoute, Route
 from longturn.config import PAGE_TOKENS, EngineConfig
 from longturn.server.generations import Generations
 from longturn.server.openai_requests import decode_body
+from longturn.server.openai_types import AbortRequest
 from longturn.server.openapi import openapi_document
 from longturn.server.ports import EngineMonitor, ServedModel
 
 _SECRET = frozenset({"api_keys", "api_keys_file", "ssl_certfile", "ssl_keyfile"})
 _PACKAGES = ("longturn", "torch", "tokenizers", "llguidance", "msgspec", "starlette", "uvicorn")
-
-
-class AbortRequest(msgspec.Struct):
-    """Body of POST /abort_requests."""
-
-    request_ids: list[str] | None = None
-    """Ids of answers, of single choices or of HTTP requests (X-Request-Id)."""
-    abort_all: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

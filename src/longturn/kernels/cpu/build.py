@@ -81,17 +81,6 @@ def build(cache_dir: Path | None = None, *, arch: Sequence[str] | None = None, d
     return target
 
 
-def unavailable_reason(cache_dir: Path | None = None) -> str | None:
-    """None if the kernels compile and load here, else one line that says why not; for choosing another path."""
-    from longturn.kernels.cpu.library import load
-
-    try:
-        load(cache_dir)
-    except KernelBuildError as error:
-        return str(error)
-    return None
-
-
 def _compile(command: list[str], target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

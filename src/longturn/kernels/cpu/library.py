@@ -196,12 +196,30 @@ def load(cache_dir: Path | None = None) -> NativeLibrary:
     Raises:
         KernelBuildError: it cannot be compiled or loaded; the message says why.
     """
-    return _load(build(cache_dir))
+    path = build(cache_dir)
+    try:
+        return _load(path)
+    except KernelBuildError as error:
+        # It was whole when it was written: somebody or a full disk has cut it since.
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            raise error from None
+        return _load(build(cache_dir))
 
 
 @functools.cache
 def _load(path: Path) -> NativeLibrary:
     return NativeLibrary(path)
+
+
+def unavailable_reason(cache_dir: Path | None = None) -> str | None:
+    """None if the kernels compile and load here, else one line that says why not; for choosing another path."""
+    try:
+        load(cache_dir)
+    except KernelBuildError as error:
+        return str(error)
+    return None
 
 
 def address(array: npt.NDArray[Any]) -> int:
