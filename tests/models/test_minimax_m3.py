@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,6 @@ pytest.importorskip("transformers", minversion="5.24")
 
 CONTEXTS = (1, 127, 128, 129, 2047, 2048, 2049, 6000)
 LONGEST = max(CONTEXTS)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors here are tiny: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass
@@ -67,7 +57,6 @@ def load(path: Path, **options: Any) -> CausalModel:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("m3")
     oracle = make_oracle(path)
     ids = tokens(LONGEST, seed=1)

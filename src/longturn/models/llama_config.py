@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longturn.errors import ModelError
+from longturn.models.config_reader import ConfigReader
 from longturn.ops.rope_frequencies import RopeFrequencies, rope_frequencies
 
 
@@ -50,13 +51,7 @@ def llama_config(architecture: str, config: Mapping[str, Any]) -> LlamaConfig:
         ModelError: a dimension is missing or impossible, or the model uses something that this family does not have.
     """
 
-    def size(key: str, default: int | None = None) -> int:
-        value = config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise ModelError(f"the model's configuration has no valid {key} (it is {value!r})")
-        return value
-
+    size = ConfigReader(config).size
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise ModelError(f"activation '{activation}' is not supported (silu is)")
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):

@@ -12,6 +12,7 @@ from typing import Any
 
 from longturn.config import PAGE_TOKENS
 from longturn.errors import ModelError
+from longturn.models.config_reader import ConfigReader
 from longturn.ops.moe import SwigluOai
 from longturn.ops.msa_cpu import Selection
 from longturn.ops.rope import Rope, rope_from_config
@@ -85,39 +86,13 @@ class MiniMaxM3Config:
         return self.kv_heads * self.index_dim
 
 
-class _Reader:
-    """Typed access to a configuration, with errors that name the key."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-
-    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ModelError(f"the model's configuration has no valid {key} (it is {value!r})")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ModelError(f"the model's configuration has no valid {key} (it is {value!r})")
-        return float(value)
-
-    def must_be(self, key: str, allowed: tuple[Any, ...]) -> None:
-        if key in self.config and self.config[key] not in allowed:
-            wanted = " or ".join(repr(value) for value in allowed)
-            raise ModelError(f"{key} {self.config[key]!r} is not supported (supported: {wanted})")
-
-
 def minimax_m3_config(config: Mapping[str, Any]) -> MiniMaxM3Config:
     """Read a text configuration (`text_config` of config.json).
 
     Raises:
         ModelError: a value is missing or impossible, or asks for something that this family does not have.
     """
-    read = _Reader(config)
+    read = ConfigReader(config)
     for key, allowed in _FIXED.items():
         read.must_be(key, allowed)
     layers, heads, kv_heads = (
@@ -223,7 +198,7 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> Rope:
 
 
 def _index(
-    read: _Reader, old: Mapping[str, Any], sparse: tuple[bool, ...], kv_heads: int, rope: Rope
+    read: ConfigReader, old: Mapping[str, Any], sparse: tuple[bool, ...], kv_heads: int, rope: Rope
 ) -> tuple[int, Selection]:
     if not any(sparse):
         return 0, Selection(top=1)
@@ -237,7 +212,7 @@ def _index(
         values["index_init_blocks"] = 0  # the new spelling has no such key, and no forced first blocks
 
     def size(new_key: str, least: int) -> int:
-        return _Reader(values).size(_OLD_INDEX_KEYS[new_key] if old else new_key, least=least)
+        return ConfigReader(values).size(_OLD_INDEX_KEYS[new_key] if old else new_key, least=least)
 
     index_dim = size("index_head_dim", 1)
     selection = Selection(size("index_topk_blocks", 1), size("index_init_blocks", 0), size("index_local_blocks", 0))
@@ -251,7 +226,7 @@ def _index(
         raise ModelError(f"index heads of {index_dim} channels are narrower than the rotation ({rope.rotary_dim})")
     if selection.init + selection.local > selection.top:
         raise ModelError(f"{selection.init} + {selection.local} forced blocks are over the {selection.top} chosen ones")
-    _Reader(old).must_be("sparse_score_type", ("max",))
+    ConfigReader(old).must_be("sparse_score_type", ("max",))
     disabled = old.get("sparse_disable_index_value")
     if disabled is not None and any(is_sparse and not off for is_sparse, off in zip(sparse, disabled, strict=False)):
         raise ModelError("sparse_disable_index_value is 0 for a sparse layer: an index value branch is not supported")

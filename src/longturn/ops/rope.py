@@ -31,9 +31,9 @@ def rope_on(device: torch.device | str, frequencies: RopeFrequencies) -> Rope:
     return Rope(torch.from_numpy(frequencies.inv_freq).to(device), frequencies.scale)
 
 
-def rope_from_config(config: Mapping[str, Any], head_dim: int, device: torch.device | str = "cpu") -> Rope:
-    """`rope_frequencies` of a Hugging Face configuration as a tensor. Raises ModelError as that does."""
-    return rope_on(device, rope_frequencies(config, head_dim))
+def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
+    """`rope_frequencies` of a Hugging Face configuration as a tensor on the CPU. Raises ModelError as that does."""
+    return rope_on("cpu", rope_frequencies(config, head_dim))
 
 
 def rope_cos_sin(positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:

@@ -35,13 +35,12 @@ class _Session:
     requests: list[TraceRequest] = field(default_factory=list)
 
 
-def parse_mooncake(data: bytes, source: str, *, block_tokens: int = BLOCK_TOKENS) -> list[SessionTree]:
+def parse_mooncake(data: bytes, source: str) -> list[SessionTree]:
     """Read a file of requests; sessions in the order of their first lines.
 
     Args:
         data: JSON lines; empty lines are skipped.
         source: what errors call it.
-        block_tokens: tokens in one hashed block.
 
     Raises:
         TraceError: a line is not JSON, lacks a field, or holds a value that cannot be.
@@ -58,7 +57,7 @@ def parse_mooncake(data: bytes, source: str, *, block_tokens: int = BLOCK_TOKENS
         if name not in sessions:
             sessions[name] = _Session(at_s or 0.0)
         session = sessions[name]
-        session.requests.append(_request(line, number, where, session, at_s, trie, block_tokens))
+        session.requests.append(_request(line, number, where, session, at_s, trie))
     if not sessions:
         raise TraceError(f"{source}: no requests")
     namespace = stem(source)
@@ -67,7 +66,7 @@ def parse_mooncake(data: bytes, source: str, *, block_tokens: int = BLOCK_TOKENS
             id=name,
             source=source,
             namespace=namespace,
-            block_tokens=block_tokens,
+            block_tokens=BLOCK_TOKENS,
             trie=trie,
             conversations=(Conversation(name, "root", tuple(session.requests)),),
             arrival_s=session.arrival_s,
@@ -83,16 +82,15 @@ def _request(
     session: _Session,
     at_s: float | None,
     trie: BlockTrie,
-    block_tokens: int,
 ) -> TraceRequest:
     if line.input_length < 1:
         raise TraceError(f"{where}: input_length must be at least 1, not {line.input_length}")
     if line.output_length < 0:
         raise TraceError(f"{where}: output_length must be 0 or more, not {line.output_length}")
     ids = line.hash_ids or []
-    if len(ids) > -(-line.input_length // block_tokens):
+    if len(ids) > -(-line.input_length // BLOCK_TOKENS):
         raise TraceError(
-            f"{where}: hash_ids has {len(ids)} blocks of {block_tokens} tokens, more than input_length "
+            f"{where}: hash_ids has {len(ids)} blocks of {BLOCK_TOKENS} tokens, more than input_length "
             f"{line.input_length} holds"
         )
     last = session.requests[-1] if session.requests else None

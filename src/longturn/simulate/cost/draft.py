@@ -25,8 +25,7 @@ ATTEND_STREAM = 0.8
 class DraftCost:
     """Time of drafting for some rows; nothing if there is no drafter."""
 
-    __slots__ = ("_compute", "_drafter", "_elements", "_fixed", "_head", "_head_compute", "_key", "_reduce", "_shape",
-                 "_stream")  # fmt: skip
+    __slots__ = ("_compute", "_drafter", "_fixed", "_head", "_head_compute", "_key", "_reduce", "_shape", "_stream")
 
     def __init__(
         self,
@@ -47,7 +46,6 @@ class DraftCost:
         elements = drafter.layers * (projections + 3.0 * shape.hidden * drafter.ffn) / tp
         elements += drafter.context_layers * shape.hidden * shape.hidden / tp
         peak = platform.flops(multiply_rate(platform, formats.ffn)) / 1e9
-        self._elements = elements
         self._stream = elements * WEIGHT_BYTES[formats.ffn] / (bandwidth * attention.weight_stream)
         self._compute = 2.0 * elements / (peak * attention.compute)
         rows = shape.vocab / tp * shape.hidden
