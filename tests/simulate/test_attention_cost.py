@@ -78,14 +78,26 @@ def test_a_tile_is_scored_whole() -> None:
 
 
 def test_a_row_beside_a_chunk_takes_a_tile_and_alone_it_does_not() -> None:
-    model = ours()
+    model = ours(row_tile_tokens=0)
     tile = load_platform("h200").families["longturn"].attention[KEY].tile_tokens
     chunk = [(50_000, 512)]
     beside = part(model, shape([100_000], chunk), "index_scan") - part(model, shape([], chunk), "index_scan")
     assert beside == pytest.approx(part(model, shape([], [(100_000 - tile // 2, tile)]), "index_scan"), rel=1e-3)
-    assert part(ours(tile_tokens=2 * tile), shape([100_000], chunk), "index_scan") > part(
+    assert part(ours(row_tile_tokens=0, tile_tokens=2 * tile), shape([100_000], chunk), "index_scan") > part(
         model, shape([100_000], chunk), "index_scan"
     )
+    keys_ns = SPARSE * 100_000 * 128 * 2 / 4.8e12 * 1e9
+    for tokens in (3 * tile // 4, tile // 4):
+        shares = ours(row_tile_tokens=tokens)
+        less = part(shares, shape([100_000], chunk), "index_scan") - part(shares, shape([], chunk), "index_scan")
+        assert less == pytest.approx(max(beside * tokens / tile, keys_ns), rel=1e-3), "keys are read in any case"
+    assert beside / 4 < keys_ns < 3 * beside / 4
+
+
+def test_the_tile_of_a_row_with_drafts_is_a_full_one() -> None:
+    shares, full = ours(row_tile_tokens=16), ours(row_tile_tokens=0)
+    verified = step_shape([100_000], [(50_000, 512)], tokens_per_row=4, attend_limit=LIMIT)
+    assert part(shares, verified, "index_scan") == part(full, verified, "index_scan")
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 100, 2_000])
@@ -140,7 +152,7 @@ def test_a_chunk_is_padded_to_its_familys_sizes() -> None:
         found = model.breakdown(shape([], [(0, tokens)])).by_kernel()
         return [found[name] for name in ("projections", "experts", "shared_expert", "router", "norms")]
 
-    assert products(520) == products(640) != products(512)
+    assert products(520) == products(576) != products(512)
     assert products(8192) != products(9000), "beyond the largest nothing is padded"
     assert model.breakdown(shape([], [(0, 8192)])).host_ns == 0, "every size has its graph"
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import pytest
 
 from longturn.errors import ConfigError
+from longturn.executor.gpu.buckets import Buckets
 from longturn.simulate.calibration import KernelFamily
 from longturn.simulate.cost.model import StepCost
 from longturn.simulate.cost.options import CostOptions
@@ -139,11 +140,15 @@ def test_what_ships_is_what_the_runs_give() -> None:
     assert shipped.attention[KEY].decode.rms > found.attention[KEY].decode.rms
 
 
+def test_steps_are_padded_as_the_executor_does() -> None:
+    assert Buckets.of(64, 8192, 131_072).tokens == CHUNK_SIZES
+
+
 def test_held_out_layers_are_predicted() -> None:
     found = compare_layers()
     assert {one.kind for one in found} == {"layer"} and all(one.judged != one.fitted for one in found)
     held_out = [one for one in found if one.judged]
-    assert len(held_out) == 3 and any("8 rows" in one.point for one in held_out)
+    assert len(held_out) == 4 and any("8 rows" in one.point for one in held_out)
     assert all(abs(one.error) < 0.07 for one in held_out)
     assert all(abs(one.error) < 0.05 for one in found if one.fitted)
 

@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from longturn.bench.traces.tree import SessionTree
+from longturn.engine.pacing import StepTimeModel
 from longturn.simulate.own_replay import Done, RequestTime, replay
 from longturn.simulate.own_sessions import own_trees
 from longturn.simulate.replicas import EngineSpec
@@ -75,6 +76,23 @@ def test_two_replays_are_the_same_and_longer_steps_never_serve_more() -> None:
     assert once == again and len(once) > 10
     slow = replay(dataclasses.replace(engine(), scale=30.0), found, 2, 30.0).done
     assert 0 < len(slow) < len(once)
+
+
+def test_what_only_warms_says_nothing_of_the_time_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is measured: there such steps are passed over and report no time."""
+    told: list[tuple[int, int]] = []
+    learn = StepTimeModel.observe
+
+    def observe(model: StepTimeModel, elapsed_ns: int, decodes: int, tokens: int, pairs: float) -> None:
+        told.append((elapsed_ns, tokens))
+        learn(model, elapsed_ns, decodes, tokens, pairs)
+
+    monkeypatch.setattr(StepTimeModel, "observe", observe)
+    (only,) = sessions(1)
+    replay(engine(PlainModel(host=MS)), [only], 1, 9.0)
+    warm = -(-only.root.requests[0].input_tokens // 512)
+    assert [elapsed for elapsed, _ in told[:warm]] == [0] * warm
+    assert all(elapsed > 0 for elapsed, _ in told[warm:]) and any(tokens for _, tokens in told[warm:])
 
 
 @pytest.mark.parametrize("apart", [True, False])

@@ -126,7 +126,7 @@ def cut(group: Group, seconds: int) -> Group:
 def test_measured_sessions_simulate_with_a_band() -> None:
     trees = load_traces([shared("weka")], split=False)
     assert len(own_trees(trees)) == 52, "as many as were measured"
-    ours, peer = groups("sessions", path=OWN_RUNS)
+    ours, _, peer = groups("sessions", path=OWN_RUNS)
     found = own_sessions([cut(ours, 13), cut(peer, 13)], trees)
     assert [(one.sessions, one.judged) for one in found] == [(1, True), (4, True), (1, False), (4, False)]
     one, four, *others = found
@@ -147,7 +147,7 @@ def test_measured_sessions_simulate_with_a_band() -> None:
 
 def test_a_run_never_makes_its_own_band() -> None:
     """One session measured at half of its speed widens the band of four sessions, and not its own."""
-    ours, _ = groups("sessions", path=OWN_RUNS)
+    ours, *_ = groups("sessions", path=OWN_RUNS)
     short = cut(ours, 13)
     first, second = short.numbers("p90_tok_s_user")
     wrong = dataclasses.replace(short, values={**short.values, "p90_tok_s_user": [first / 2, second]})
@@ -158,7 +158,7 @@ def test_a_run_never_makes_its_own_band() -> None:
 def test_the_measured_order_of_the_peers_sessions() -> None:
     """The medians of prompts and answers that were published with its points, from the turns that it had time for."""
     trees = load_traces([shared("weka")], split=False)
-    _, peer = groups("sessions", path=OWN_RUNS)
+    *_, peer = groups("sessions", path=OWN_RUNS)
     turns = [tree.root.requests[1:] for tree in ordered(peer, own_trees(trees))[:4]]
     assert statistics.median(turn.input_tokens for turn in turns[0][:9]) == 110_044
     assert statistics.median(turn.output_tokens for turn in turns[0][:9]) == 473
@@ -170,7 +170,7 @@ def test_the_measured_order_of_the_peers_sessions() -> None:
 def test_our_sessions_are_those_of_the_peer() -> None:
     """Its order, and the medians that our run printed of the 13 turns that one session had time for."""
     trees = load_traces([shared("weka")], split=False)
-    ours, peer = groups("sessions", path=OWN_RUNS)
+    ours, _, peer = groups("sessions", path=OWN_RUNS)
     assert ours.number("order_seed") == peer.number("order_seed")
     first = ordered(ours, own_trees(trees))[0].root.requests[1:14]
     assert statistics.median(turn.input_tokens for turn in first) == 112_034
@@ -178,7 +178,7 @@ def test_our_sessions_are_those_of_the_peer() -> None:
 
 
 def test_too_few_sessions_are_one_line() -> None:
-    ours, _ = groups("sessions", path=OWN_RUNS)
+    ours, *_ = groups("sessions", path=OWN_RUNS)
     few = [tree(f"t{number}", turns=12) for number in range(3)]
     with pytest.raises(ConfigError, match="4 sessions at once, 3 qualify in these traces"):
         own_sessions([ours], few)

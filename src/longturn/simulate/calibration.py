@@ -74,6 +74,8 @@ class AttentionConstants:
     tile_tokens: Annotated[int, Range(0)] = 0
     """Tokens of a tile in which chunks are scored, filled or not. Decode rows beside chunks then go through the kernels
     for chunks too, each in a tile of its own. At 0 they have kernels of their own, and tiles are not counted."""
+    row_tile_tokens: Annotated[int, Range(0)] = 0
+    """Tokens whose share of a full tile takes as long as the tile of a decode row of one token; 0: as a full one."""
     lone_hidden: Annotated[int, Range(0)] = 0
     """Widest hidden size whose step of few rows and no chunk is one launch for all layers. It has the two constants
     below in place of `decode_fixed_ns` and `index_stream`; 0: there is no such kernel."""

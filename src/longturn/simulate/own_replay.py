@@ -18,7 +18,8 @@ from longturn.bench.synth import RequestKey
 from longturn.bench.traces.tree import SessionTree
 from longturn.engine.clock import VirtualClock
 from longturn.engine.loop import Engine
-from longturn.engine.records import EngineRequest, StepOutputs
+from longturn.engine.protocols import ExecutorInfo, StepHandle
+from longturn.engine.records import EngineRequest, StepOutputs, StepPlan, StepResult
 from longturn.simulate.copies import PageCopies
 from longturn.simulate.cost.step import StepShape
 from longturn.simulate.executor import SimulatedExecutor
@@ -112,6 +113,39 @@ class _Switched:
         return self._model.band(step)
 
 
+class _PassedStep:
+    """A step of the state before the measurement: it reports no time."""
+
+    def __init__(self, step: StepHandle) -> None:
+        self._step = step
+
+    def done(self) -> bool:
+        return self._step.done()
+
+    def result(self) -> StepResult:
+        return self._step.result()._replace(elapsed_ns=0)
+
+
+class _Passing:
+    """The executor behind that switch. Steps that are passed over tell the scheduler nothing, there as here: it would
+    learn that prompts cost nothing, and let too many of those that lost their pages come back at once.
+    Implements `engine.protocols.Executor`."""
+
+    def __init__(self, executor: SimulatedExecutor, switch: _Switched) -> None:
+        self._executor, self._switch = executor, switch
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._executor.info
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        step = self._executor.launch(plan)
+        return step if self._switch.computing else _PassedStep(step)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
 def replay(
     spec: EngineSpec, sessions: Sequence[SessionTree], lanes: int, seconds: float, time: RequestTime | None = None
 ) -> Replayed:
@@ -139,8 +173,9 @@ class _Replay:
         executor = SimulatedExecutor(
             spec.info, self._switch, self._clock, self._tally, scale=spec.scale, copies=copies
         )  # fmt: skip
+        passing = _Passing(executor, self._switch)
         self._engine = Engine(
-            executor, spec.scheduler, spec.cache, self._clock, check_interval_ns=_CHECK_INTERVAL_NS
+            passing, spec.scheduler, spec.cache, self._clock, check_interval_ns=_CHECK_INTERVAL_NS
         )  # fmt: skip
         self._time = time
         self._taken = 0

@@ -27,7 +27,7 @@ class AttentionCost:
     __slots__ = (
         "_attend_chunk", "_attend_decode", "_chunk_token", "_decode_token", "_dense_chunk", "_dense_decode",
         "_distinct", "_few", "_fixed", "_index_chunk", "_index_floor", "_index_stream", "_limit", "_lone", "_lone_rows",
-        "_parts", "_select", "_tile",
+        "_parts", "_row_tile", "_select", "_tile",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +67,7 @@ class AttentionCost:
         self._dense_decode = dense * key_bytes / (bandwidth * DENSE_STREAM)
         self._dense_chunk = dense * attend_operations(1.0, heads, shape.head_dim) / (bf16 * DENSE_COMPUTE)
         self._tile = constants.tile_tokens
+        self._row_tile = float(constants.row_tile_tokens or constants.tile_tokens)
         second = 0.0 if self._tile else SECOND_PATH_KERNELS * small_kernel_ns
         prefill = max(constants.prefill_fixed_ns, constants.decode_fixed_ns)
         self._fixed = (layers * constants.decode_fixed_ns, layers * prefill, layers * (prefill + second))
@@ -125,10 +126,11 @@ class AttentionCost:
         context = float(step.context_tokens)
         per_row = step.row_tokens / step.rows
         scored = context * per_row
+        filled = self._row_tile if per_row == 1.0 else _tiled(per_row, self._tile)
         attend = step.attended_tokens * (self._attend_chunk + self._distinct / per_row) + step.row_tokens * self._parts
         return (
             0.0,
-            max(context * self._index_floor, context * _tiled(per_row, self._tile) * self._index_chunk),
+            max(context * self._index_floor, context * filled * self._index_chunk),
             scored * self._select,
             attend,
             max(context * self._dense_decode, scored * self._dense_chunk),

@@ -23,10 +23,11 @@ from longturn.simulate.platform import Platform
 from longturn.simulate.published_data import Group
 
 FAMILY = "longturn"
-SCORE_TILE_TOKENS = 64
+SCORE_TILE_TOKENS, ROW_TILE_TOKENS = 64, 32
 LONE_HIDDEN, LONE_ROWS = 2048, 4
-CHUNK_SIZES = (64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 6144, 8192)
-"""These as in the code: `block_scores_hopper`, `kernels.one_token_rows` and `executor.gpu.buckets`."""
+CHUNK_SIZES = (64, 128, 256, 384, 512, 576, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 6144, 8192)
+"""These as in the code: `block_scores_hopper` (a page for a tile of few rows costs half of one for another),
+`kernels.one_token_rows` and `executor.gpu.buckets`."""
 _T = TypeVar("_T")
 SMALL_KERNEL_NS = 900.0
 """Kernels are fused further than the model counts launches, so one that moves little counts as the least time of a
@@ -51,7 +52,11 @@ def longturn_family(
     source, date = decode[0].source, decode[0].date
     key = f"{formats.attention}-{formats.cache}"
     tiled = dataclasses.replace(
-        base.attention[key], tile_tokens=SCORE_TILE_TOKENS, lone_hidden=LONE_HIDDEN, lone_rows=LONE_ROWS
+        base.attention[key],
+        tile_tokens=SCORE_TILE_TOKENS,
+        row_tile_tokens=ROW_TILE_TOKENS,
+        lone_hidden=LONE_HIDDEN,
+        lone_rows=LONE_ROWS,
     )
     family = dataclasses.replace(base, attention=MappingProxyType({key: tiled}), chunk_sizes=CHUNK_SIZES)
     note = f"{len(steps)} measured decode steps, {len(layers)} layers of steps with chunks"
