@@ -37,6 +37,8 @@ class FakeServer:
     alive: int = 0
     most_alive: int = 0
     max_model_len: int | None = None
+    device: str | None = None
+    """What it tells of it, as Longturn does."""
     vocabulary: dict[str, int] = field(default_factory=dict)
 
     def app(self) -> web.Application:
@@ -55,6 +57,8 @@ class FakeServer:
         model: dict[str, Any] = {"id": "fake-1", "object": "model"}
         if self.max_model_len is not None:
             model["max_model_len"] = self.max_model_len
+        if self.device is not None:
+            model["longturn"] = {"device": self.device}
         return web.json_response({"object": "list", "data": [model]})
 
     def tokens(self, body: dict[str, Any]) -> list[int]:

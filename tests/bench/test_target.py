@@ -22,6 +22,10 @@ LONGTURN = {"version": "1.2", "quantisation": "q4_1", "weights": "packed", "kv_c
             TargetModel("m", 8, "longturn", "1.2", "q4_1", "packed", "fp16"),
         ),
         (
+            {"id": "m", "owned_by": "longturn", "longturn": {"device": "cuda (NVIDIA H200)"}},
+            TargetModel("m", engine="longturn", chip="NVIDIA H200"),
+        ),
+        (
             {"id": "m", "owned_by": "longturn", "longturn": {"quantisation": "unknown", "weights": 4}},
             TargetModel("m", None, "longturn"),
         ),

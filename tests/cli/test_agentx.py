@@ -56,10 +56,12 @@ def test_one_point_for_each_concurrency_and_a_report(tmp_path: Path, capsys: pyt
 
 
 def test_a_points_figures_follow_from_its_requests(tmp_path: Path) -> None:
-    with running(FakeServer()) as url:
+    with running(FakeServer(device="cuda (NVIDIA H200)")) as url:
         load = ["--traces", str(trace(tmp_path)), "--concurrency", "2", "--duration", "0.5", "--chips", "2"]
         assert agentx(url, *load, "--token-counts", "--out", str(tmp_path / "o")) == 0
-    figures = load_point(tmp_path / "o" / "agentx-0002.json").metrics
+    point = load_point(tmp_path / "o" / "agentx-0002.json")
+    assert point.platform.chip == "NVIDIA H200"
+    figures = point.metrics
     requests = [json.loads(line) for line in (tmp_path / "o" / "agentx-0002.requests.jsonl").open()]
     assert len(requests) == figures.requests > 2
     assert {one["session"].split("@")[0] for one in requests} == {"small"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,6 +38,8 @@ class Target(Protocol):
 UNKNOWN = "unknown"
 _ENGINES = frozenset({"longturn", "vllm", "sglang"})
 """What servers call themselves in `owned_by`; hosted services have their own name there, or a customer's."""
+_GPU = re.compile(r"cuda \((.+)\)")
+"""Longturn's `device`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class TargetModel:
     """How Longturn computes with them: `packed` or `fp32`."""
     kv_cache: str | None = None
     """Data type of the KV cache."""
+    chip: str | None = None
+    """Name of the GPU; a CPU's device says how it computes, not what it is."""
 
 
 def target_model(entry: Mapping[str, Any]) -> TargetModel:
@@ -71,6 +76,7 @@ def target_model(entry: Mapping[str, Any]) -> TargetModel:
         value = told.get(name)
         return value if isinstance(value, str) and value != UNKNOWN else None
 
+    gpu = _GPU.fullmatch(text("device") or "")
     return TargetModel(
         name=str(entry["id"]),
         context_tokens=limit if isinstance(limit, int) else None,
@@ -79,4 +85,5 @@ def target_model(entry: Mapping[str, Any]) -> TargetModel:
         quantisation=text("quantisation"),
         weights=text("weights"),
         kv_cache=text("kv_cache"),
+        chip=gpu[1] if gpu else None,
     )

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     known.add_argument("--engine", metavar="NAME[:VERSION]", help="the server's engine [as the server tells]")
     known.add_argument("--quantisation", metavar="NAME", help="weights as served, such as nvfp4 [as the server tells]")
-    known.add_argument("--chip", metavar="NAME", help="accelerator or processor [this one with --inproc]")
+    known.add_argument("--chip", metavar="NAME", help="accelerator or processor [as the server tells]")
     known.add_argument(
         "--chips",
         type=int,

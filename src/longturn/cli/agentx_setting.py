@@ -49,7 +49,7 @@ def make_setting(
             name=model.name, quantisation=args.quantisation or model.quantisation or UNKNOWN, kv_cache=model.kv_cache
         ),
         platform=Platform(
-            chip=args.chip or (cpu_name() if inproc else UNKNOWN),
+            chip=args.chip or (cpu_name() if inproc else model.chip or UNKNOWN),
             chips=args.chips,
             price_per_chip_hour=args.price,
             power_w_per_chip=args.power,
