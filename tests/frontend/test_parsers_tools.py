@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longturn.frontend.parsers.base import ToolPiece, join_calls, parse_tools
+from longturn.frontend.parsers.base import ToolPiece, join_calls, join_pieces, parse_tools
 from longturn.frontend.parsers.minimax_m3_tools import MAX_DEPTH, MinimaxM3Tools
+from longturn.frontend.records import ToolCall, ToolCallDelta
 from tests.frontend.m3 import NS, Written, block, cut, invoke, outputs, tag, tool
 from tests.frontend.parsed import calls_of, halves, parsed_anyhow
 
@@ -221,3 +222,15 @@ def test_a_long_value_is_not_read_again_with_every_piece() -> None:
         held = max(held, len(parser._tags._held))
     assert held < len(NS)
     assert len(json.loads(arguments_of(parser.push(f"{NS}</b>{NS}</invoke>")))["b"]) == 2000 * 24
+
+
+def test_pieces_of_a_call_that_came_together_are_one() -> None:
+    pieces = [
+        ToolCallDelta(1, "b", "list"),
+        ToolCallDelta(0, "a", "read", '{"x"'),
+        ToolCallDelta(0, arguments=": 1}"),
+        ToolCallDelta(1, arguments="{}"),
+    ]
+    joined = join_pieces(pieces)
+    assert joined == {1: ToolCallDelta(1, "b", "list", "{}"), 0: ToolCallDelta(0, "a", "read", '{"x": 1}')}
+    assert join_calls(pieces) == (ToolCall("a", "read", '{"x": 1}'), ToolCall("b", "list", "{}"))

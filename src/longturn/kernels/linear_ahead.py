@@ -28,6 +28,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma
 
+from longturn.kernels.dependent_gluon import wait_then_release
+
 ROWS = 16
 """Rows of W in a tile."""
 SLICES = 4
@@ -36,15 +38,6 @@ _SHARED_BYTES = 224 * 1024
 _MOST_TOKENS = 32
 _PROGRAMS = 132
 """Multiprocessors of an H200 or H100 SXM; on a card with fewer, some programs wait for a place, no harm else."""
-
-
-@gluon.jit
-def _wait_then_release():
-    """`dependent.wait_then_release` in Gluon."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -105,7 +98,7 @@ def _linear_ahead(
     x_at = x + (token.to(gl.int64) * K)[:, None] + column
     inputs = gl.allocate_shared_memory(weight.dtype.element_ty, [BUFFERS, N, CHUNK], tile)
     if PDL:
-        _wait_then_release()
+        wait_then_release()
     square = gl.full([N, CHUNK], 0.0, gl.float32, copied)
     for k in gl.static_range(BUFFERS):
         if NORM:

@@ -28,6 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from longturn.kernels.dependent_gluon import wait_then_release
 from longturn.kernels.packed_weights import GROUP, SCALE_BITS, PackedWeight, WeightFormat
 from longturn.kernels.packed_weights_decode import ASSEMBLY
 
@@ -63,13 +64,13 @@ def _scale_base(parts):
 
 
 @gluon.constexpr_function
-def _product_layout(slices, row_warps):
+def product_layout(slices, row_warps):
     """Of sums [slices, rows, 8]."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[slices, row_warps, 1], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
-def _by_group(linear, group):
+def by_group(linear, group):
     """Where words lie, as [slices, rows, groups, words of a group]."""
 
     def cut(bases):
@@ -80,15 +81,6 @@ def _by_group(linear, group):
         cut(linear.reg_bases), cut(linear.lane_bases), cut(linear.warp_bases), cut(linear.block_bases),
         [slices, rows, words // group, group],
     )  # fmt: skip
-
-
-@gluon.jit
-def _wait_then_release():
-    """`dependent.wait_then_release` in Gluon."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -103,7 +95,7 @@ def _pointers(
     w = gl.arange(0, CW, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))
     begin = gl.convert_layout(row, gl.SliceLayout(2, LEFT)) * (K // PARTS) + (s * (K // PARTS // S))[:, None]
     word_at = words + begin[:, :, None] + w[None, None, :]
-    groups: gl.constexpr = gl.SliceLayout(3, _by_group(gl.to_linear_layout(LEFT, [S, R, CW]), GW))
+    groups: gl.constexpr = gl.SliceLayout(3, by_group(gl.to_linear_layout(LEFT, [S, R, CW]), GW))
     s = gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(2, groups))).to(gl.int64)
     g = gl.arange(0, CW // GW, gl.SliceLayout(0, gl.SliceLayout(1, groups)))
     begin = (
@@ -196,7 +188,7 @@ def _stream_linear(
 ):  # fmt: skip
     R: gl.constexpr = 16 * RW
     CHUNKS: gl.constexpr = K // (CW * S * PARTS)
-    product: gl.constexpr = _product_layout(S, RW)
+    product: gl.constexpr = product_layout(S, RW)
     left: gl.constexpr = gl.DotOperandLayout(0, product, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, product, 8)
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -212,7 +204,7 @@ def _stream_linear(
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     room = gl.allocate_shared_memory(gl.float16, [K // (CW * S), S, 1, CW], tiles)
     if PDL:
-        _wait_then_release()
+        wait_then_release()
     _lay_out(x, norm_weight, eps, room._reinterpret(gl.float16, [K // PIECE, PIECE], line), K, S, CW, PARTS, NORM)
     total = gl.full([S, R, 8], 0.0, gl.float32, product)
     for i in range(0, CHUNKS - 2, 2):

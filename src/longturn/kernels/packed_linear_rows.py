@@ -28,7 +28,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from longturn.kernels.packed_linear import _by_group, _product_layout, _wait_then_release
+from longturn.kernels.dependent_gluon import wait_then_release
+from longturn.kernels.packed_linear import by_group, product_layout
 from longturn.kernels.packed_weights import GROUP, SCALE_BITS, PackedWeight, WeightFormat
 
 _MOST_TOKENS = 8
@@ -159,11 +160,11 @@ def _ring_linear(
     S: gl.constexpr = gl.num_warps()
     TURNS: gl.constexpr = K // (S * W * PARTS)
     BYTES: gl.constexpr = S * W // GROUP_WORDS
-    product: gl.constexpr = _product_layout(S, 1)
+    product: gl.constexpr = product_layout(S, 1)
     left: gl.constexpr = gl.DotOperandLayout(0, product, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, product, 8)
     of_pairs: gl.constexpr = _pairs(gl.to_linear_layout(left, [S, R, W]))
-    of_scales: gl.constexpr = gl.SliceLayout(3, _by_group(of_pairs, GROUP_WORDS // 2))
+    of_scales: gl.constexpr = gl.SliceLayout(3, by_group(of_pairs, GROUP_WORDS // 2))
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     # Each in its own room: the compiler puts a barrier between a copy to one and what else is done with it.
     word_rooms, x_rooms, scale_rooms, scales_by_turn = (), (), (), ()
@@ -184,7 +185,7 @@ def _ring_linear(
         _ask_words(words, word_rooms[i], i, first, tiles, K, S, TILES)
         async_copy.commit_group()
     if PDL:
-        _wait_then_release()
+        wait_then_release()
     for i in gl.static_range(STAGES - 1):
         _ask_tokens(x, x_rooms[i], i, tokens, K, S)
         async_copy.commit_group()

@@ -11,7 +11,7 @@ import msgspec
 
 from longturn.engine.records import FinishReason
 from longturn.errors import LongturnError
-from longturn.frontend.parsers.base import join_calls
+from longturn.frontend.parsers.base import join_calls, join_pieces
 from longturn.frontend.records import PromptLogprobs, TextChunk, ToolCall, ToolCallDelta, Usage
 from longturn.server.openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 
@@ -196,17 +196,6 @@ def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
     return {"index": delta.index, "id": delta.id, "type": "function", "function": {"name": delta.name, **function}}
 
 
-def _joined(deltas: Iterable[ToolCallDelta]) -> Iterable[ToolCallDelta]:
-    """One piece for each call that the pieces belong to."""
-    pieces: dict[int, ToolCallDelta] = {}
-    for delta in deltas:
-        known = pieces.get(delta.index, ToolCallDelta(delta.index))
-        pieces[delta.index] = ToolCallDelta(
-            delta.index, known.id + delta.id, known.name + delta.name, known.arguments + delta.arguments
-        )
-    return pieces.values()
-
-
 @dataclass(slots=True)
 class EventWriter:
     """Writes the events of one streamed answer; an `EventEncoder`.
@@ -315,7 +304,7 @@ class EventWriter:
         if chunk.text or not (chunk.reasoning or chunk.tool_calls):
             deltas.append({"content": chunk.text})
         # One call an event, once: clients made for OpenAI's server read no more than the first piece of each.
-        deltas += [{"tool_calls": [_call_delta(piece)]} for piece in _joined(chunk.tool_calls)]
+        deltas += [{"tool_calls": [_call_delta(piece)]} for piece in join_pieces(chunk.tool_calls).values()]
         for number, delta in enumerate(deltas):
             body = b'"delta":' + _encode(delta)
             if number == 0:

@@ -150,10 +150,17 @@ def parse_tools(parser: ToolParser, text: str) -> ToolText:
     return ToolText(first.content + last.content, join_calls((*first.calls, *last.calls)))
 
 
+def join_pieces(deltas: Iterable[ToolCallDelta]) -> dict[int, ToolCallDelta]:
+    """One piece for each call, by its index, of all that belong to it."""
+    pieces: dict[int, ToolCallDelta] = {}
+    for delta in deltas:
+        known = pieces.get(delta.index, ToolCallDelta(delta.index))
+        pieces[delta.index] = ToolCallDelta(
+            delta.index, known.id + delta.id, known.name + delta.name, known.arguments + delta.arguments
+        )
+    return pieces
+
+
 def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
     """Whole calls from their pieces, in the order of their indices."""
-    calls: dict[int, ToolCall] = {}
-    for delta in deltas:
-        known = calls.get(delta.index, ToolCall())
-        calls[delta.index] = ToolCall(known.id + delta.id, known.name + delta.name, known.arguments + delta.arguments)
-    return tuple(calls[index] for index in sorted(calls))
+    return tuple(ToolCall(piece.id, piece.name, piece.arguments) for _, piece in sorted(join_pieces(deltas).items()))
