@@ -37,6 +37,7 @@ from gpu_decode_stack import (
 )
 from gpu_formats_whole import (
     BF16,
+    BY_LAUNCHES,
     BY_REGISTERS,
     FOUR_WARPS,
     NO_RING,
@@ -142,6 +143,7 @@ def checks() -> list[tuple[Formats, Tuning, list[list[int]]]]:
     several = [[2048], [0, 129, 2049, 5000], [777, 6000] * 16]
     ways = [(BY_REGISTERS, several[:1]), (NOT_STREAMED, several[:1]), (Tuning(), several)]
     ways += [(TILES_OF_TWO, several[:2]), (Tuning(moe=FOUR_WARPS), several[:2]), (NO_RING, several[1:2])]
+    ways += [(BY_LAUNCHES, several[1:2])]
     ways += [(Tuning(), [[500, -1, 40, 6000, 3000, 129, 0, 2049]])]
     plain = (BF16, Tuning(o=SLICES), [[0, 129, 2049, 5000], [1, -1, 777, 6000] * 4])
     return [(f, tuning, contexts) for f in CHECKED for tuning, contexts in ways] + [plain]
@@ -231,7 +233,8 @@ def expert_plans(form: WeightFormat) -> dict[str, MoePlan | None]:
     if form is PLAIN:
         return {"default": None, "s3": MoePlan(), "s4": MoePlan(stages=4), "32/64 s4": MoePlan(32, 128, 64, 128, 4, 4)}
     return {
-        "default": None, "four warps": FOUR_WARPS, "32/64 w4": MoePlan(32, 256, 64, 256, 3, 4),
+        "default": None, "by launches": BY_LAUNCHES.moe, "four warps": FOUR_WARPS,
+        "32/64 w4": MoePlan(32, 256, 64, 256, 3, 4),
         "s4": MoePlan(32, 256, 64, 256, 4, 2, 8), "64/64 w2": MoePlan(64, 256, 64, 256, 3, 2, 8),
         "32/64x128 s4 w2": MoePlan(32, 128, 64, 128, 4, 2, 8), "32/64x128 s6 w2": MoePlan(32, 128, 64, 128, 6, 2, 8),
         "16/32x256 s3 w1": MoePlan(16, 256, 32, 256, 3, 1, 8),

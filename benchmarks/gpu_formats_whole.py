@@ -38,6 +38,8 @@ BY_REGISTERS = Tuning(few_at_one=False)
 """One token outside the tensor cores."""
 FOUR_WARPS = MoePlan(64, 256, 128, 256, 3, 4)
 _TWO = LinearPlan(gemv_tokens=0, tile_rows=32, tile_block=256, tile_stages=4, warps=2, stream=False, ring=False)
+BY_LAUNCHES = Tuning(moe=replace(MoePlan.default(WeightFormat.NVFP4, 8), stream=False))
+"""Experts of two to eight tokens by a launch for each product."""
 TILES_OF_TWO = Tuning(qkv=_TWO, o=_TWO)
 """Projections in smaller programs, without warp-group products."""
 POINTS = {
@@ -75,7 +77,7 @@ def ways(rows: int) -> list[Way]:
     out = [Way("weights", QUANTISED, "bf16", Tuning())]
     tunings = {"whole": Tuning(), "experts by 4 warps": Tuning(moe=FOUR_WARPS), "tiles of 2 warps": TILES_OF_TWO}
     if 1 < rows <= 8:
-        tunings |= {"no ring": NO_RING}
+        tunings |= {"no ring": NO_RING, "experts by launches": BY_LAUNCHES}
     if rows == 1:
         tunings |= {"registers": BY_REGISTERS, "not streamed": NOT_STREAMED}
     out += [Way(label, QUANTISED, whole, tuning) for label, tuning in tunings.items()]

@@ -10,9 +10,15 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
+def wait_for_predecessor():
+    """Wait until the preceding grid is complete and its stores are visible."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def wait_then_release():
     """`dependent.wait_then_release` of a kernel that is launched dependently."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    wait_for_predecessor()
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

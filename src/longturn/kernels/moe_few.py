@@ -8,13 +8,15 @@ expert's weights read once (moe_few_kernels.py).
     experts_down    the same for the down projection, one output row a pair
     combine         residual plus shared plus the weighted sum, in a fixed order, so that runs agree to the bit
 
-The shared expert takes part as further programs of the same two launches. A dense layer's down projection, where it is
-quantised and its tokens are few, is a matrix like any other (packed_linear_rows.py) and ends the layer.
+The shared expert takes part as further programs of the same two launches. On a Hopper card both are one launch for
+NVFP4 experts of 2 to 8 tokens beside a shared one in MXFP8 (moe_stream.py). A dense layer's down projection, where it
+is quantised and its tokens are few, is a matrix like any other (packed_linear_rows.py) and ends the layer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -30,6 +32,7 @@ from longturn.kernels.moe_few_kernels import (
     _router,
     _router_wide,
 )
+from longturn.kernels.moe_stream import stream_experts, stream_slots
 from longturn.kernels.norm import add_norm
 from longturn.kernels.packed_linear_rows import ring_plan
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
@@ -57,6 +60,9 @@ class MoeScratch:
     """Flat, of the weights' type: room for [P + tokens, i], and for [tokens, dense inner width]."""
     parts: Tensor
     """fp32 [P + tokens, n]."""
+    counters: Tensor
+    """int32 [4], which `choose` sets to 0, for moe_stream.py: programs that have finished the first product, and tiles
+    of either product that were asked for."""
 
     @staticmethod
     def allocate(
@@ -75,6 +81,7 @@ class MoeScratch:
             shares=fp32(pairs),
             hidden=like.new_empty(max((pairs + tokens) * inter, tokens * dense_inter)),
             parts=fp32(pairs + tokens, width),
+            counters=torch.empty(4, dtype=torch.int32, device=like.device),
         )
 
 
@@ -101,6 +108,8 @@ class MoePlan:
     in_dependent: bool = True
     """Whether the first product is launched dependently, if the others are: at one token it gains nothing from an early
     start, and its successor's programs would take places beside it."""
+    stream: bool = False
+    """Whether both products are one launch (moe_stream.py) where they can be; its tiles are not this plan's."""
 
     @staticmethod
     def default(form: WeightFormat, tokens: int, width: int = 0) -> MoePlan:
@@ -110,7 +119,14 @@ class MoePlan:
         """
         if form is not WeightFormat.PLAIN and tokens <= 16:
             return MoePlan(
-                in_rows=32, in_block=256, down_rows=64, down_block=256, warps=2, token_tile=8, in_dependent=tokens > 1
+                in_rows=32,
+                in_block=256,
+                down_rows=64,
+                down_block=256,
+                warps=2,
+                token_tile=8,
+                in_dependent=tokens > 1,
+                stream=tokens > 1,
             )
         if form is not WeightFormat.PLAIN:
             return MoePlan(in_block=256, down_block=256)
@@ -171,9 +187,17 @@ def moe_few_tokens(
     elif top_experts:
         small_linear(x, router_weight, scratch.logits, norm_weight=norm_weight, eps=eps, exact=True, pdl=pdl)
     _choose[(tokens,)](
-        scratch.logits, bias, positions, x, norm_weight, normed, scratch.experts, scratch.shares,
+        scratch.logits, bias, positions, x, norm_weight, normed, scratch.experts, scratch.shares, scratch.counters,
         scaling_factor, eps, EXPERTS=experts, TOP=top_experts, K=n, BLOCK_K=block, WARPS=4, num_warps=4, **more,
     )  # fmt: skip
+    stream = stream_slots(normed, pairs, routed_in, shared_in, inter) if plan.stream else 0
+    if stream:
+        stream_experts(
+            normed, scratch.experts, routed_in, routed_out, shared_in, shared_out, hidden, scratch.parts,
+            scratch.counters, stream, top=top_experts, alpha=alpha, beta=beta, limit=limit, flags=more,
+        )  # fmt: skip
+        _combine_all(scratch, x, next_norm, next_normed, top_experts, eps, more)
+        return
     _experts_in[(inter // plan.in_rows, slots)](
         normed, scratch.experts, routed_in.words, routed_in.scales, routed_in.row_scales,
         shared_in.words, shared_in.scales, shared_in.row_scales, hidden, tokens, inter,
@@ -202,14 +226,23 @@ def moe_few_tokens(
         SHARED_BLOCK=block_of(shared_out, inter, plan.down_block), ROWS=plan.down_rows, TURNS=turns,
         num_warps=plan.warps, **{**common, "STAGES": plan.down_stages or plan.stages}, **more,
     )  # fmt: skip
+    _combine_all(scratch, x, next_norm, next_normed, top_experts, eps, more)
+
+
+def _combine_all(
+    scratch: MoeScratch, x: Tensor, next_norm: Tensor | None, next_normed: Tensor, top: int, eps: float,
+    more: dict[str, Any],
+) -> None:  # fmt: skip
+    """Add all parts to x, and normalise for the next projection where that is asked for."""
+    tokens, n = x.shape
+    pairs = tokens * top
     if next_norm is not None:
         _combine_norm[(tokens,)](
             scratch.parts, scratch.experts, scratch.shares, x, next_norm, next_normed, eps,
-            TOP=top_experts, PAIRS=pairs, K=n, BLOCK=block, num_warps=8 if n <= 2048 else 16, **more,
+            TOP=top, PAIRS=pairs, K=n, BLOCK=largest_power_of_two(n, 2048), num_warps=8 if n <= 2048 else 16, **more,
         )  # fmt: skip
         return
     block = largest_power_of_two(n, 512)
     _combine[(tokens, n // block)](
-        scratch.parts, scratch.experts, scratch.shares, x, n,
-        TOP=top_experts, PAIRS=pairs, BLOCK=block, num_warps=4, **more,
-    )  # fmt: skip
+        scratch.parts, scratch.experts, scratch.shares, x, n, TOP=top, PAIRS=pairs, BLOCK=block, num_warps=4, **more
+    )

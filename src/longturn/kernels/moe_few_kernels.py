@@ -76,7 +76,7 @@ def _router_wide(
 
 @triton.jit
 def _choose(
-    logits, bias, positions, x, norm_weight, normed, experts, shares, scaling_factor, eps,
+    logits, bias, positions, x, norm_weight, normed, experts, shares, counters, scaling_factor, eps,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -104,6 +104,8 @@ def _choose(
         rank = tl.arange(0, TOP)
         tl.store(experts + token * TOP + rank, tl.where(present, expert, -1))
         tl.store(shares + token * TOP + rank, tl.where(present, share, 0.0))
+        if token == 0:
+            tl.store(counters + tl.arange(0, 4), tl.zeros([4], dtype=tl.int32))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mma_v2
 from triton.runtime.jit import constexpr_function
 
 from longturn.kernels.one_token_experts import _add_both, _swiglu
@@ -186,11 +186,13 @@ def down_rows(hidden, x, ring, side, bars, sums, program, number, count, R: gl.c
     odd = zeros()
     for pair in range(count // 2):
         even, odd = times_rows(ring, taken(bars, number), operand(side, pair), even, odd)
+        fence_async_shared()
         release(bars, number)
         number += 1
     if count % 2 == 1:
         # What lies in place of a second slot reaches columns of `even` that nobody reads.
         even = mma_v2(rows_tile(ring, taken(bars, number)), operand(side, count // 2), even)
+        fence_async_shared()
         release(bars, number)
     y = sum_rows(sums, 0, even, odd)
     gl.store(to, (old + y).to(gl.bfloat16), mask=mine)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from longturn.kernels.one_token_rows_parts import (
     SIDE,
@@ -90,6 +90,7 @@ def project_out_rows(attention, x, ring, side, bars, sums, program, number, R: g
     for pair in gl.static_range(4):
         even, odd = times_rows(ring, taken(bars, number + pair), operand(side, pair), even, odd)
         if pair == 1:
+            fence_async_shared()
             release(bars, number)
             release(bars, number + 1)
     y = sum_rows(sums, 0, even, odd)

@@ -136,7 +136,10 @@ def times_pairs(ring, bars, number, x_0, x_1):
 
 @gluon.jit
 def release(bars, number):
-    """Give back the slot of unit `number`, once all warps are here. (`arrive` begins with a barrier of its own.)"""
+    """Give back the slot of unit `number`, once all warps are here. (`arrive` begins with a barrier of its own.)
+
+    A barrier does not wait for loads on their way, and what the copy engine writes next could overtake them: either
+    products of the unit have been summed (`sum_rows`, `sum_pairs`), or `fence_async_shared` comes before."""
     mbarrier.arrive(bars.index(SLOTS + (number & (SLOTS - 1))))
 
 
