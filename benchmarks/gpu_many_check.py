@@ -71,7 +71,7 @@ def check(name: str, hopper: bool = False, experts: bool = True) -> list[str]:
     for spans, bucket in STEPS:
         shape = MsaShape(p.q_heads, layout, ROTARY_DIM, max_blocks=80)
         plan = MsaManyPlan.default(shape, bucket)
-        plan = replace(plan, hopper_turn=2 if hopper else 0, hopper_attend=hopper)
+        plan = replace(plan, hopper_scores=hopper, hopper_attend=hopper)
         norms = MsaNorms(*(torch.randn(HEAD_DIM, device="cuda").mul(0.1).bfloat16() for _ in range(4)))
         ids = iter((torch.randperm(pages - 1) + 1).tolist())
         table = torch.zeros(len(spans), 80, dtype=torch.int32)
@@ -133,9 +133,8 @@ def check(name: str, hopper: bool = False, experts: bool = True) -> list[str]:
         both = moe(normed, routing, layer.w13, layer.w2, *weights, SwigluOai())
         expected = x0.float() + torch.where(live[:, None], both, expert(normed, *weights, SwigluOai()))
         moe_scratch = MoeManyScratch.allocate(bucket, EXPERTS, TOP_EXPERTS, p.hidden, p.inter, x0)
-        for key, buffer in vars(moe_scratch).items():
-            if key != "no_tiles":
-                buffer.fill_(float("nan") if buffer.is_floating_point() else 77)
+        for buffer in vars(moe_scratch).values():
+            buffer.fill_(float("nan") if buffer.is_floating_point() else 77)
         x = x0.clone()
 
         def mix(pdl: bool) -> None:
@@ -158,9 +157,8 @@ def check_experts(name: str, tokens: int, plan: MoeManyPlan | None = None) -> li
     positions[tokens - tokens // 10 :] = -1
     live = positions >= 0
     scratch = MoeManyScratch.allocate(tokens, EXPERTS, TOP_EXPERTS, p.hidden, p.inter, x0, p.dense)
-    for key, buffer in vars(scratch).items():
-        if key != "no_tiles":
-            buffer.fill_(float("nan") if buffer.is_floating_point() else 77)
+    for buffer in vars(scratch).values():
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 77)
     x = x0.clone()
     for top in (TOP_EXPERTS, 0):
         layer = random_layer(p, top == 0)
@@ -246,9 +244,8 @@ def check_packed(name: str, tokens: int) -> str:
     x = torch.empty_like(x0)
 
     def mix(of: list[torch.Tensor] | list[PackedWeight], pdl: bool) -> None:
-        for key, buffer in vars(scratch).items():
-            if key != "no_tiles" and not pdl:
-                buffer.fill_(float("nan") if buffer.is_floating_point() else 77)
+        for buffer in vars(scratch).values() if not pdl else ():
+            buffer.fill_(float("nan") if buffer.is_floating_point() else 77)
         x.copy_(x0)
         moe_many_tokens(
             x, positions, layer.post_norm, layer.router, layer.bias, *of, scratch, top_experts=TOP_EXPERTS,

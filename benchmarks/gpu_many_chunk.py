@@ -26,7 +26,7 @@ import torch
 import gpu_required  # noqa: F401  (ends here without a GPU)
 from gpu_many_rows import Fields
 from gpu_timing import alone, captured, kernel_spans, meet, noted, time_ms
-from longturn.cli.steps.harness import WEIGHTS, _fill
+from longturn.cli.steps.harness import WEIGHTS, fill_cache
 from longturn.cli.steps.points import PRESETS
 from longturn.config import PAGE_TOKENS
 from longturn.executor.gpu.buckets import Buckets
@@ -42,11 +42,10 @@ from longturn.models.minimax_m3_gpu_weights import random_gpu_weights
 from longturn.models.registry import CACHE_TYPES
 
 ROWS = 32
-TRITON: Fields = {"hopper_turn": 0, "hopper_attend": False}
+TRITON: Fields = {"hopper_scores": False, "hopper_attend": False}
 CHANGES: tuple[tuple[str, Fields], ...] = (
     ("msa_many", TRITON),
     ("msa_many", {"hopper_attend": False}),
-    ("msa_many", {"hopper_turn": 4}),
     ("msa_many", {"piece": 16}),
     ("msa_many", {"piece": 64}),
     ("moe_many", {"router_parts": 8}),
@@ -205,7 +204,7 @@ def main() -> None:
     longest = max(context + new for new, context, *_ in every)
     pages = max((sum(more) + 1) * ((context + new) // PAGE_TOKENS + 1) for new, context, *more in every) + 1
     model = MiniMaxM3Gpu(weights, pages)
-    _fill(weights.kv, model.storage)
+    fill_cache(weights.kv, model.storage)
     torch.cuda.synchronize()
     buckets = Buckets.of(ROWS, 8192, longest + 512)
     chunks = [Chunk(model, buckets, point) for point in points] if arguments.commands != ["plans"] else []

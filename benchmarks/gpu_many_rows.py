@@ -23,7 +23,7 @@ import gpu_required  # noqa: F401  (ends here without a GPU)
 from gpu_timing import alone, captured, kernel_spans, meet, noted, time_ms
 from longturn.cli.steps.points import PRESETS
 from longturn.config import PAGE_TOKENS
-from longturn.executor.gpu.buckets import StepKind, StepShape
+from longturn.executor.gpu.buckets import Piece, StepKind, StepShape
 from longturn.executor.gpu.compile import Compilation
 from longturn.executor.gpu.executor import GpuExecutor
 from longturn.executor.gpu.steps import GpuLimits
@@ -134,10 +134,10 @@ def edges(rows: Rows) -> list[str]:
     point, model = rows.point, rows.model
     executor = GpuExecutor(model, GpuLimits(32, 64, point.blocks * PAGE_TOKENS), description="edges")
     steps = executor._steps
-    shape = StepShape(StepKind.DECODE, point.rows, point.blocks)
+    piece = Piece(StepShape(StepKind.DECODE, point.rows, point.blocks), light=True)
     with torch.inference_mode():
         for _ in range(2):
-            steps.body(shape, rows.layers)()
+            steps.body(piece, rows.layers)()
     state = steps.state
 
     def stand() -> None:
@@ -151,7 +151,7 @@ def edges(rows: Rows) -> list[str]:
             part[: point.rows].copy_(value)
 
     stand()
-    whole = captured(steps.body(shape, rows.layers))
+    whole = captured(steps.body(piece, rows.layers))
     layers = captured(rows.step())
     times = [(time_ms(whole), time_ms(layers)) for _ in range(2)]
     found = spans(whole)

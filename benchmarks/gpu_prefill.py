@@ -21,6 +21,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import gpu_required  # noqa: F401  (ends here without a GPU)
+
+# isort: split
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -216,9 +219,9 @@ def packed(name: str, points: list[tuple[int, int]]) -> list[str]:
 def variants(name: str, tokens: int, context: int) -> Iterator[tuple[str, str, ManyPlans]]:
     """(kernel, label, plans): one kernel's plan changed at a time."""
     base = default_plans(name, tokens, context)
-    for turn, stages in ((0, 4), (2, 4), (4, 4)):
-        msa = replace(base.msa, hopper_turn=turn, hopper_stages=stages)
-        label = f"gluon, turns of {turn}, {stages} stages" if turn else "triton"
+    for hopper in (False, True):
+        msa = replace(base.msa, hopper_scores=hopper)
+        label = "gluon" if hopper else "triton"
         yield "block_scores", label, replace(base, msa=msa, pdl=False)
     for hopper, piece in ((False, base.msa.piece), (True, 32), (True, 64), (True, 128)):
         msa = replace(base.msa, hopper_attend=hopper, piece=piece)
@@ -320,7 +323,7 @@ def main() -> None:
     if arguments.triton:
         make = MsaManyPlan.default
         MsaManyPlan.default = staticmethod(  # type: ignore[method-assign]
-            lambda *a: replace(make(*a), hopper_turn=0, hopper_attend=False)
+            lambda *a: replace(make(*a), hopper_scores=False, hopper_attend=False)
         )
     name = arguments.preset
     points = [(int(tokens), int(context)) for tokens, context in (point.split(",") for point in arguments.points)]

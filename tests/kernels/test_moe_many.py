@@ -14,10 +14,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
     pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4", allow_module_level=True)
 
+import triton
+import triton.language as tl
+
 from longturn.kernels.linear_many import add_project_many, project_many
 from longturn.kernels.moe_many import MoeManyPlan, MoeManyScratch, moe_many_tokens
-from longturn.kernels.moe_many_experts import combine_experts
-from longturn.kernels.moe_many_route import sort_choices
+from longturn.kernels.moe_many_experts import combine_experts, tile_of
 from longturn.kernels.packed_weights import WeightFormat, random_packed
 from longturn.ops.gemma_norm import gemma_rms_norm
 from longturn.ops.moe import SwigluOai, expert, moe, route
@@ -43,9 +45,8 @@ def weights(gen: torch.Generator, inter: int = INTER) -> dict[str, torch.Tensor]
 
 def scratch_for(tokens: int, top: int, inter: int = INTER) -> MoeManyScratch:
     scratch = MoeManyScratch.allocate(tokens, EXPERTS, top, WIDTH, INTER, torch.empty(0), inter)
-    for name, buffer in vars(scratch).items():
-        if name != "no_tiles":
-            buffer.fill_(float("nan") if buffer.is_floating_point() else 12345)
+    for buffer in vars(scratch).values():
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 12345)
     return scratch
 
 
@@ -173,28 +174,22 @@ def test_quantised_weights_are_their_values(routed: WeightFormat, shared: Weight
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=2e-5)
 
 
-def test_sort_choices() -> None:
-    gen = torch.Generator().manual_seed(4)
-    experts = torch.randint(-1, EXPERTS, (300,), generator=gen, dtype=torch.int32)
-    experts[experts == 2] = 3
-    ranks = torch.zeros_like(experts)
-    counts = torch.zeros(EXPERTS, dtype=torch.int32)
-    for i in torch.randperm(300, generator=gen).tolist():
-        if experts[i] >= 0:
-            ranks[i] = counts[experts[i]]
-            counts[experts[i]] += 1
-    placed = torch.full((400,), -7, dtype=torch.int32)
-    tile_expert, first = torch.full((60,), -7, dtype=torch.int32), torch.full((EXPERTS,), -7, dtype=torch.int32)
-    total = torch.zeros(1, dtype=torch.int32)
-    sort_choices[(3,)](
-        experts, ranks, counts, placed, tile_expert, first, total, 300, EXPERTS=EXPERTS, TILE=16, SPAN=128, PDL=False
-    )
-    tiles = [e for e in range(EXPERTS) for _ in range(-(-int(counts[e]) // 16))]
-    assert tile_expert[: int(total)].tolist() == tiles
-    for e in range(EXPERTS):
-        assert not counts[e] or int(first[e]) == tiles.index(e)
-        mine = placed[int(first[e]) * 16 :][: int(counts[e])]
-        assert set(mine.tolist()) == set((experts == e).nonzero().flatten().tolist())
+@triton.jit
+def _tiles(counts, experts, starts, sizes, SHARED: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr):
+    expert, start, size = tile_of(tl.program_id(0), SHARED, counts, 40, EXPERTS, TILE)
+    tl.store(experts + tl.program_id(0), expert)
+    tl.store(starts + tl.program_id(0), start)
+    tl.store(sizes + tl.program_id(0), size)
+
+
+def test_tiles_are_those_of_the_shared_expert_and_then_of_each_list() -> None:
+    counts = torch.tensor([3, 0, 33, 16, 0, 1, 17, 0], dtype=torch.int32)
+    expected = [(-1, 0, 40), (-1, 16, 24), (-1, 32, 8)]
+    expected += [(e, at, size - at) for e, size in enumerate(counts.tolist()) for at in range(0, size, 16)]
+    found = torch.full((3, len(expected) + 2), -7, dtype=torch.int32)
+    _tiles[(found.shape[1],)](counts, *found, SHARED=3, EXPERTS=8, TILE=16)
+    assert [tuple(tile) for tile in found.T.tolist()[:-2]] == expected
+    assert found[0, -2:].tolist() == [8, 8], "there are no more"
 
 
 def test_projections() -> None:

@@ -1,4 +1,4 @@
-"""Mixture of experts for steps with many tokens: six launches, none of which knows a length on the host.
+"""Mixture of experts for steps with many tokens: five launches, none of which knows a length on the host.
 
 The kernels are in `moe_many_route.py`, `moe_many_experts.py` and, for quantised weights, `moe_many_packed.py`; a large
 shared expert has products of its own (`moe_many_shared.py`). Every output row is computed by one program and every sum
@@ -17,7 +17,7 @@ from longturn.kernels.dependent import launch_options
 from longturn.kernels.moe_many_copied import described, experts_down_copied, experts_in_copied
 from longturn.kernels.moe_many_experts import combine_experts, experts_down, experts_in
 from longturn.kernels.moe_many_packed import experts_down_packed, experts_in_packed
-from longturn.kernels.moe_many_route import choose_experts, router_logits, sort_choices
+from longturn.kernels.moe_many_route import choose_experts, router_logits
 from longturn.kernels.moe_many_shared import shared_apart_pays, shared_hidden
 from longturn.kernels.norm import add_norm
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed
@@ -109,24 +109,14 @@ class MoeManyScratch:
     """int32 [T, k], -1 for padding."""
     shares: Tensor
     """fp32 [T, k]."""
-    ranks: Tensor
-    """int32 [T, k]."""
+    lists: Tensor
+    """int32 [E, T]: each expert's choices."""
     counts: Tensor
-    """int32 [E]."""
-    first_tile: Tensor
-    """int32 [E]."""
-    tile_expert: Tensor
-    """int32 [tiles]."""
-    total_tiles: Tensor
-    """int32 [1]; stays 0 where a layer has no routed experts."""
-    sorted_choices: Tensor
-    """int32 [tiles, tile]."""
+    """int32 [E]: how many those are."""
     hidden: Tensor
     """[tiles * tile, i] of the weights' type, shared tiles included."""
     parts: Tensor
     """Flat, of the weights' type: room for [T + T * k, n], and before that for the shared expert's gate and up."""
-    no_tiles: Tensor
-    """int32 [1], always 0: what a dense layer reads for `total_tiles`."""
 
     @staticmethod
     def allocate(
@@ -147,15 +137,10 @@ class MoeManyScratch:
             normed=of(like.dtype, tokens * width),
             experts=of(torch.int32, choices),
             shares=of(torch.float32, choices),
-            ranks=of(torch.int32, choices),
+            lists=of(torch.int32, experts * tokens),
             counts=of(torch.int32, experts),
-            first_tile=of(torch.int32, experts),
-            tile_expert=of(torch.int32, padded // 16 + 1),
-            total_tiles=of(torch.int32, 1),
-            sorted_choices=of(torch.int32, padded),
             hidden=of(like.dtype, max((padded + shared) * inter, shared * dense_inter)),
             parts=of(like.dtype, max((tokens + choices) * width, 2 * tokens * max(inter, dense_inter))),
-            no_tiles=torch.zeros(1, dtype=torch.int32, device=like.device),
         )
 
 
@@ -206,24 +191,19 @@ def moe_many_tokens(
     shared_tiles = 0 if apart else triton.cdiv(tokens, plan.tile)
     # At most: every expert's last tile is not full, or every choice has a tile of its own.
     tiles = shared_tiles + min(choices // plan.tile + experts, choices)
-    total_tiles = scratch.total_tiles if top_experts else scratch.no_tiles
     if top_experts:
         router_logits[(triton.cdiv(tokens, plan.router_tokens), parts)](
             x, norm_weight, router_weight, scratch.logits, scratch.counts, tokens,
             EXPERTS=experts, K=n, BLOCK_K=largest_power_of_two(n // parts, plan.router_block), PARTS=parts,
             TOKENS=plan.router_tokens, STAGES=3, num_warps=4, **more,
         )  # fmt: skip
+    # A warp alone needs no barriers; a wide row would have too few loads on their way.
     choose_experts[(tokens,)](
-        x, norm_weight, positions, scratch.logits, bias, normed, scratch.experts, scratch.shares, scratch.ranks,
+        x, norm_weight, positions, scratch.logits, bias, normed, scratch.experts, scratch.shares, scratch.lists,
         scratch.counts, tokens, scaling_factor, eps,
-        EXPERTS=experts, TOP=top_experts, K=n, BLOCK_K=largest_power_of_two(n, 2048), PARTS=parts, num_warps=4, **more,
+        EXPERTS=experts, TOP=top_experts, K=n, BLOCK_K=largest_power_of_two(n, 2048), PARTS=parts,
+        num_warps=1 if n <= 2048 else 4, **more,
     )  # fmt: skip
-    if top_experts:
-        sort_choices[(triton.cdiv(choices, 512),)](
-            scratch.experts, scratch.ranks, scratch.counts, scratch.sorted_choices, scratch.tile_expert,
-            scratch.first_tile, scratch.total_tiles, choices,
-            EXPERTS=experts, TILE=plan.tile, SPAN=512, num_warps=4, **more,
-        )  # fmt: skip
     if apart:
         # Its hidden rows and its gate and up lie where the routed experts' will, and are done with by then.
         own = shared_hidden(
@@ -236,46 +216,50 @@ def moe_many_tokens(
                 add_norm(x, next_norm, next_normed, eps=eps, pdl=pdl)
             return
         torch.mm(own, shared_out.words.T, out=scratch.parts[: tokens * n].view(tokens, n))
-    lists = (
-        scratch.sorted_choices, scratch.tile_expert, scratch.first_tile, scratch.counts, total_tiles, tokens,
-        shared_tiles,
-    )  # fmt: skip
+    lists = (scratch.lists, scratch.counts, tokens)
     columns, out_columns = largest_power_of_two(inter, plan.in_columns), largest_power_of_two(n, plan.down_columns)
     activation = {"ALPHA": alpha, "BETA": beta, "LIMIT": limit}
-    into = {"K": n, "INTER": inter, "TILE": plan.tile, "COLUMNS": columns, "STAGES": plan.in_stages}
-    out = {"N": n, "INTER": inter, "TILE": plan.tile, "COLUMNS": out_columns, "STAGES": plan.down_stages}
+    into = {"EXPERTS": experts, "K": n, "INTER": inter, "TILE": plan.tile, "COLUMNS": columns, "STAGES": plan.in_stages}
+    out = {
+        "EXPERTS": experts,
+        "N": n,
+        "INTER": inter,
+        "TILE": plan.tile,
+        "COLUMNS": out_columns,
+        "STAGES": plan.down_stages,
+    }
     in_block, down_block = largest_power_of_two(n, plan.in_block), largest_power_of_two(inter, plan.down_block)
     if plain:
         least = min(plan.least, plan.tile)
         if apart and plan.copied:
             rows = hidden[: hidden.numel() // inter * inter].view(-1, inter)
             experts_in_copied[(inter // columns, tiles)](
-                normed, described(routed_in.words.view(-1, n), columns, in_block), hidden, *lists[:5],
+                normed, described(routed_in.words.view(-1, n), columns, in_block), hidden, *lists,
                 TOP=top_experts, BLOCK_K=in_block, LEAST=least, num_warps=plan.in_warps, **activation, **into, **more,
             )  # fmt: skip
             experts_down_copied[(n // out_columns, tiles)](
                 described(rows, plan.tile, down_block), described(rows, least, down_block),
-                described(routed_out.words.view(-1, inter), out_columns, down_block), scratch.parts, *lists[:5], tokens,
+                described(routed_out.words.view(-1, inter), out_columns, down_block), scratch.parts, *lists,
                 BLOCK_K=down_block, LEAST=least, num_warps=plan.down_warps, **out, **more,
             )  # fmt: skip
         else:
             experts_in[(inter // columns, tiles)](
-                normed, routed_in.words, shared_in.words, hidden, *lists,
+                normed, routed_in.words, shared_in.words, hidden, *lists, shared_tiles,
                 TOP=top_experts, BLOCK_K=in_block, LEAST=least, num_warps=plan.in_warps, **activation, **into, **more,
             )  # fmt: skip
             experts_down[(n // out_columns, tiles)](
-                hidden, routed_out.words, shared_out.words, scratch.parts, *lists,
+                hidden, routed_out.words, shared_out.words, scratch.parts, *lists, shared_tiles,
                 BLOCK_K=down_block, LEAST=least, num_warps=plan.down_warps, **out, **more,
             )  # fmt: skip
     else:
         form = {"PARTS": int(routed_in.format), "SHARED_PARTS": int(shared_in.format), "ASM": x.is_cuda}
         experts_in_packed[(inter // columns, tiles)](
-            normed, *_of(routed_in), *_of(shared_in), hidden, *lists,
+            normed, *_of(routed_in), *_of(shared_in), hidden, *lists, shared_tiles,
             TOP=top_experts, BLOCK_K=in_block, SHARED_BLOCK_K=in_block, num_warps=plan.in_warps,
             **form, **activation, **into, **more,
         )  # fmt: skip
         experts_down_packed[(n // out_columns, tiles)](
-            hidden, *_of(routed_out), *_of(shared_out), scratch.parts, *lists,
+            hidden, *_of(routed_out), *_of(shared_out), scratch.parts, *lists, shared_tiles,
             BLOCK_K=down_block, SHARED_BLOCK_K=down_block, num_warps=plan.down_warps, **form, **out, **more,
         )  # fmt: skip
     norm = next_norm is not None

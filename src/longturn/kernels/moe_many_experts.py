@@ -1,8 +1,8 @@
 """The products of a mixture of experts for many tokens, over tiles of TILE tokens of one expert.
 
-The first tiles of a launch are the shared expert's, which takes every token; the routed ones follow, as many as
-`total_tiles` says on the device. Columns are the inner dimension of the grid: the programs that read one tile's tokens
-run side by side, and so do those that read one expert's weights for its several tiles.
+The first tiles of a launch are the shared expert's, which takes every token; the routed ones follow, expert by expert,
+as many as their lists on the device make. Columns are the inner dimension of the grid: the programs that read one
+tile's tokens run side by side, and so do those that read one expert's weights for its several tiles.
 """
 
 # Functions under triton.jit are written in Triton's types, which mypy does not know.
@@ -18,40 +18,44 @@ from longturn.kernels.moe_one import swiglu_oai
 
 
 @triton.jit
-def tile_of(tile, shared_tiles, tile_expert, first_tile, counts, tokens, TILE: tl.constexpr):
-    """(expert or -1 for the shared one, the tile's first row in its expert's list, rows that are there) of a tile."""
+def tile_of(tile, shared_tiles, counts, tokens, EXPERTS: tl.constexpr, TILE: tl.constexpr):
+    """(expert, the tile's first row in its expert's list, rows that are there) of a tile; the expert is -1 for the
+    shared one, and EXPERTS where there are fewer tiles. Every program works this out: the reads that it would take to
+    look it up are a longer chain."""
     routed = tile - shared_tiles
-    is_routed = routed >= 0
-    expert = tl.load(tile_expert + routed, mask=is_routed, other=-1, cache_modifier=FRESH)
-    first = tl.load(first_tile + expert, mask=is_routed, other=0, cache_modifier=FRESH)
-    count = tl.load(counts + expert, mask=is_routed, other=0, cache_modifier=FRESH)
-    start = tl.where(is_routed, routed - first, tile) * TILE
-    return expert, start, tl.where(is_routed, count, tokens) - start
+    count = tl.load(counts + tl.arange(0, EXPERTS), cache_modifier=FRESH)
+    tiles = (count + TILE - 1) // TILE
+    done = tl.cumsum(tiles, axis=0) <= routed
+    # One sum for both: how many experts' tiles come before, and how many tiles those are.
+    before = tl.sum(tl.where(done, (tiles.to(tl.int64) << 32) + 1, 0), axis=0)
+    expert = before.to(tl.int32)
+    size = tl.sum(tl.where(tl.arange(0, EXPERTS) == expert, count, 0), axis=0)
+    start = tl.where(routed >= 0, routed - (before >> 32).to(tl.int32), tile) * TILE
+    return tl.where(routed >= 0, expert, -1), start, tl.where(routed >= 0, size, tokens) - start
 
 
 @triton.jit
-def rows_of(tile, shared_tiles, sorted_choices, start, size, TILE: tl.constexpr, ROWS: tl.constexpr):
+def rows_of(expert, lists, start, size, tokens, ROWS: tl.constexpr):
     """(choice, or token of the shared expert, of each of the tile's first ROWS rows, whether it is there)."""
-    routed = tile - shared_tiles
-    member = tl.arange(0, ROWS)
-    ok = member < size
-    at = sorted_choices + routed * TILE + member
-    choice = tl.load(at, mask=ok & (routed >= 0), other=0, cache_modifier=FRESH)
-    return tl.where(routed >= 0, choice, start + member), ok
+    member = start + tl.arange(0, ROWS)
+    ok = tl.arange(0, ROWS) < size
+    at = lists + expert * tokens + member
+    choice = tl.load(at, mask=ok & (expert >= 0), other=0, cache_modifier=FRESH)
+    return tl.where(expert >= 0, choice, member), ok
 
 
 @triton.jit
 def in_rows(
-    normed, base, hidden, tile, shared_tiles, sorted_choices, start, size, column,
+    normed, base, hidden, tile, expert, lists, start, size, tokens, column,
     TOP: tl.constexpr, K: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The tile's first ROWS rows of hidden = the activation of columns `column` of gate and up."""
-    index, ok = rows_of(tile, shared_tiles, sorted_choices, start, size, TILE, ROWS)
+    index, ok = rows_of(expert, lists, start, size, tokens, ROWS)
     token = index
     if TOP > 0:
-        token = tl.where(tile >= shared_tiles, index // TOP, index)
+        token = tl.where(expert >= 0, index // TOP, index)
     to = tile.to(tl.int64) * TILE + tl.arange(0, ROWS)
     k_at = tl.arange(0, BLOCK_K)
     x_at = normed + token[:, None].to(tl.int64) * K + k_at[None, :]
@@ -69,11 +73,10 @@ def in_rows(
 
 @triton.jit(do_not_specialize=["tokens", "shared_tiles"])
 def experts_in(
-    normed, w13, shared_w13, hidden, sorted_choices, tile_expert, first_tile, counts, total_tiles, tokens,
-    shared_tiles,
-    TOP: tl.constexpr, K: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, PDL: tl.constexpr,
+    normed, w13, shared_w13, hidden, lists, counts, tokens, shared_tiles,
+    EXPERTS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr,
+    LEAST: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden [tiles * TILE, INTER] = the activation of gate and up. The grid is (INTER / COLUMNS, tiles).
 
@@ -83,33 +86,33 @@ def experts_in(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tl.program_id(1)
     wait_then_release(PDL)
-    if tile - shared_tiles >= tl.load(total_tiles, cache_modifier=FRESH):
+    expert, start, size = tile_of(tile, shared_tiles, counts, tokens, EXPERTS, TILE)
+    if expert == EXPERTS:
         return
-    expert, start, size = tile_of(tile, shared_tiles, tile_expert, first_tile, counts, tokens, TILE)
     base = shared_w13
     if expert >= 0:
         base = w13 + expert.to(tl.int64) * (2 * INTER * K)
     if LEAST < TILE and size <= LEAST:
         in_rows(
-            normed, base, hidden, tile, shared_tiles, sorted_choices, start, size, column,
+            normed, base, hidden, tile, expert, lists, start, size, tokens, column,
             TOP, K, INTER, TILE, LEAST, COLUMNS, BLOCK_K, STAGES, ALPHA, BETA, LIMIT,
         )  # fmt: skip
     else:
         in_rows(
-            normed, base, hidden, tile, shared_tiles, sorted_choices, start, size, column,
+            normed, base, hidden, tile, expert, lists, start, size, tokens, column,
             TOP, K, INTER, TILE, TILE, COLUMNS, BLOCK_K, STAGES, ALPHA, BETA, LIMIT,
         )  # fmt: skip
 
 
 @triton.jit
 def down_rows(
-    hidden, base, parts, tile, shared_tiles, sorted_choices, start, size, before, column,
+    hidden, base, parts, tile, expert, lists, start, size, tokens, before, column,
     N: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Columns `column` of parts, `before` lines further on than the choices of the tile's first ROWS rows, once the
     kernel before is done if PDL."""
-    index, ok = rows_of(tile, shared_tiles, sorted_choices, start, size, TILE, ROWS)
+    index, ok = rows_of(expert, lists, start, size, tokens, ROWS)
     line = index + before
     wait_then_release(PDL)
     row = tile.to(tl.int64) * TILE + tl.arange(0, ROWS)
@@ -126,9 +129,9 @@ def down_rows(
 
 @triton.jit(do_not_specialize=["tokens", "shared_tiles"])
 def experts_down(
-    hidden, w2, shared_w2, parts, sorted_choices, tile_expert, first_tile, counts, total_tiles, tokens, shared_tiles,
-    N: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    hidden, w2, shared_w2, parts, lists, counts, tokens, shared_tiles,
+    EXPERTS: tl.constexpr, N: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """parts [T + T * choices, N]: the shared expert's output of each token, then each choice's.
 
@@ -137,10 +140,10 @@ def experts_down(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tl.program_id(1)
     # The lists are older than the kernel before.
-    if tile - shared_tiles >= tl.load(total_tiles, cache_modifier=FRESH):
+    expert, start, size = tile_of(tile, shared_tiles, counts, tokens, EXPERTS, TILE)
+    if expert == EXPERTS:
         wait_then_release(PDL)
         return
-    expert, start, size = tile_of(tile, shared_tiles, tile_expert, first_tile, counts, tokens, TILE)
     base = shared_w2
     before = 0
     if expert >= 0:
@@ -148,12 +151,12 @@ def experts_down(
         before = tokens
     if LEAST < TILE and size <= LEAST:
         down_rows(
-            hidden, base, parts, tile, shared_tiles, sorted_choices, start, size, before, column,
+            hidden, base, parts, tile, expert, lists, start, size, tokens, before, column,
             N, INTER, TILE, LEAST, COLUMNS, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
     else:
         down_rows(
-            hidden, base, parts, tile, shared_tiles, sorted_choices, start, size, before, column,
+            hidden, base, parts, tile, expert, lists, start, size, tokens, before, column,
             N, INTER, TILE, TILE, COLUMNS, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
 

@@ -1,9 +1,8 @@
-"""Routing of many tokens: logits, choices, and the choices sorted by expert into tiles, all on the device.
+"""Routing of many tokens: logits, choices, and a list of choices for each expert, all on the device.
 
 router_logits   norm(x) times the router in three products of bf16 (of tf32 for an x in fp32), which together are as
                 exact as fp32; parts along the hidden width, so that few tokens fill the chip
 choose_experts  top experts, their shares, the normalised token; each choice takes a place in its expert's list
-sort_choices    tiles of whole experts, and each choice written to its place
 """
 
 # Functions under triton.jit are written in Triton's types, which mypy does not know.
@@ -65,11 +64,12 @@ def router_logits(
 
 @triton.jit(do_not_specialize=["tokens"])
 def choose_experts(
-    x, norm_weight, positions, logits, bias, normed, experts, shares, ranks, counts, tokens, scaling, eps,
+    x, norm_weight, positions, logits, bias, normed, experts, shares, lists, counts, tokens, scaling, eps,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """normed [T, K]; experts, shares, ranks [T, TOP], expert -1 for padding; counts [EXPERTS] grow from 0.
+    """normed [T, K]; experts, shares [T, TOP], expert -1 for padding; lists [EXPERTS, T] of choices, of which counts
+    [EXPERTS] grow from 0.
 
     Places in an expert's list come from an atomic count and differ between runs; no sum runs along a list, so results
     don't.
@@ -110,27 +110,4 @@ def choose_experts(
         to = token * TOP + slot
         tl.store(experts + to, tl.where(live, chosen, -1))
         tl.store(shares + to, tl.where(live, share, 0.0))
-        tl.store(ranks + to, rank, mask=live)
-
-
-@triton.jit(do_not_specialize=["choices"])
-def sort_choices(
-    experts, ranks, counts, sorted_choices, tile_expert, first_tile, total_tiles, choices,
-    EXPERTS: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """sorted_choices [tiles, TILE] by expert, each expert's padded to whole tiles (with whatever was there);
-    tile_expert, one a tile; first_tile [EXPERTS]; total_tiles [1]."""
-    wait_then_release(PDL)
-    expert = tl.arange(0, EXPERTS)
-    tiles = (tl.load(counts + expert, cache_modifier=FRESH) + TILE - 1) // TILE
-    first = tl.cumsum(tiles, axis=0) - tiles
-    if tl.program_id(0) == 0:
-        tl.store(first_tile + expert, first)
-        tl.store(total_tiles, tl.sum(tiles, axis=0))
-        for i in tl.range(0, tl.max(tiles, axis=0)):
-            tl.store(tile_expert + first + i, expert, mask=i < tiles)
-    choice = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
-    of = tl.load(experts + choice, mask=choice < choices, other=-1, cache_modifier=FRESH)
-    rank = tl.load(ranks + choice, mask=of >= 0, other=0, cache_modifier=FRESH)
-    start = tl.gather(first, tl.maximum(of, 0), 0)
-    tl.store(sorted_choices + start * TILE + rank, choice, mask=of >= 0)
+        tl.store(lists + chosen * tokens + rank, to, mask=live)

@@ -56,12 +56,12 @@ class MsaManyPlan:
     score_stages: int = 3
     score_registers: int | None = 128
     """Most registers of a thread, so that two programs share a multiprocessor."""
-    hopper_turn: int = 2
-    """Pages a turn of the loop of `block_scores_hopper`, which takes what it fits; with 0 the Triton kernel does."""
+    hopper_scores: bool = True
+    """Whether `block_scores_hopper` takes what it fits; else the Triton kernel does."""
     hopper_programs: int = 132
     """Of either kernel for Hopper, each of which fills a multiprocessor's shared memory."""
     hopper_stages: int = 4
-    """Pages on their way in `block_scores_hopper`: an even number, and a multiple of `hopper_turn`."""
+    """Pages on their way in `block_scores_hopper`."""
     hopper_attend: bool = True
     """Whether `attend_lists_hopper` takes what it fits; else the Triton kernel does."""
     piece: int = 32
@@ -220,12 +220,11 @@ def msa_many_tokens(
     )
     tiles = len(step.tiles)
     into = (scratch.scores, score_stride, scratch.counts, counters, scratch.total_pieces)
-    hopper = importlib.import_module(_HOPPER) if plan.hopper_turn or plan.hopper_attend else None
-    if hopper and plan.hopper_turn and hopper.scores_fit(lanes.index, layout):
+    hopper = importlib.import_module(_HOPPER) if plan.hopper_scores or plan.hopper_attend else None
+    if hopper and plan.hopper_scores and hopper.scores_fit(lanes.index, layout):
         hopper.launch_scores(
-            index_query, step, lanes, into, layout, turn=plan.hopper_turn, stages=plan.hopper_stages,
-            programs=plan.hopper_programs, more=more,
-        )  # fmt: skip
+            index_query, step, lanes, into, layout, stages=plan.hopper_stages, programs=plan.hopper_programs, more=more
+        )
     else:
         block_scores[(plan.score_programs,)](
             index_query, step.positions, step.rows, *table, step.tiles, tiles,

@@ -1,6 +1,6 @@
 """Launches of the Gluon kernels of sparse attention, and what they take.
 
-Gluon is Triton's experimental language and changes between releases: under a plan without `hopper_turn` and
+Gluon is Triton's experimental language and changes between releases: under a plan without `hopper_scores` and
 `hopper_attend` nothing imports this.
 """
 
@@ -18,11 +18,13 @@ from longturn.kernels.kv_formats import LaneViews
 from longturn.kernels.many_tokens import TILE_TOKENS, ManyTokens
 from longturn.kernels.msa_many_attend_fetch import ROWS
 from longturn.kernels.msa_many_attend_hopper import attend_lists_hopper
-from longturn.kernels.msa_many_scores_hopper import FEW_ROWS, HALF_ROWS, block_scores_hopper
+from longturn.kernels.msa_many_scores_hopper import FEW_ROWS, PART_ROWS, block_scores_hopper
 from longturn.kernels.pages import KvFormat, PageLayout
 
 _WIDTH = 128
 """Columns of a head, and tokens of a page: what the kernels are written for."""
+_TILE_ROWS = 4 * PART_ROWS
+"""Tokens times heads of a tile of `block_scores_hopper`."""
 
 
 def _fits(cache: Tensor, layout: PageLayout) -> bool:
@@ -37,11 +39,11 @@ def _fits(cache: Tensor, layout: PageLayout) -> bool:
 
 def scores_fit(index: Tensor, layout: PageLayout) -> bool:
     """Whether `block_scores_hopper` takes index keys of this type and layout."""
-    heads = 2 * HALF_ROWS // TILE_TOKENS
+    heads = _TILE_ROWS // TILE_TOKENS
     return (
         layout.index_format == KvFormat.PLAIN
         and layout.kv_heads >= heads
-        and 2 * HALF_ROWS % layout.kv_heads == 0
+        and _TILE_ROWS % layout.kv_heads == 0
         and _fits(index, layout)
     )
 
@@ -60,16 +62,16 @@ def _rows_of(values: Tensor, rows: int) -> TensorDescriptor:
 
 def launch_scores(
     index_query: Tensor, step: ManyTokens, lanes: LaneViews, into: tuple[Any, ...], layout: PageLayout,
-    *, turn: int, stages: int, programs: int, more: dict[str, Any],
+    *, stages: int, programs: int, more: dict[str, Any],
 ) -> None:  # fmt: skip
     """`block_scores` of index queries [T, kv_heads, d]; `into` are its last five arguments."""
     tiles = len(step.tiles)
     block_scores_hopper[(programs,)](
-        _rows_of(index_query, HALF_ROWS), _rows_of(index_query, FEW_ROWS), _rows_of(lanes.index, layout.page_tokens),
+        _rows_of(index_query, PART_ROWS), _rows_of(index_query, FEW_ROWS), _rows_of(lanes.index, layout.page_tokens),
         step.positions, step.rows, step.page_table, step.page_table.stride(0), step.tiles, tiles,
         lanes.index_stride // _WIDTH, lanes.index_key // _WIDTH, *into,
-        KV_HEADS=layout.kv_heads, PAGE=layout.page_tokens, SPAN=triton.next_power_of_2(tiles),
-        TOKENS=2 * HALF_ROWS // layout.kv_heads, PROGRAMS=programs, STAGES=stages, TURN=turn, CLEAR=256, num_warps=8,
+        KV_HEADS=layout.kv_heads, PAGE=layout.page_tokens, SPAN=max(32, triton.next_power_of_2(tiles)),
+        TOKENS=_TILE_ROWS // layout.kv_heads, PROGRAMS=programs, STAGES=stages, CLEAR=256, num_warps=4,
         **more,
     )  # fmt: skip
 

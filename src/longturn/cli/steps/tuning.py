@@ -65,8 +65,7 @@ _MANY: Mapping[str, tuple[Fields, ...]] = {
     ),
     # Those of the Triton kernels come last: on a plain bf16 cache they matter only once a plan has left Hopper's.
     "msa_many": (
-        {"hopper_turn": 0},
-        {"hopper_turn": 4},
+        {"hopper_scores": False},
         {"hopper_attend": False},
         {"attend_warps": 8},
         {"score_stages": 2},
