@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from gpu_greedy import greedy_step
 from longturn.kernels.moe_few import MoePlan, MoeScratch, moe_few_tokens
 from longturn.kernels.moe_one import MoeOnePlan, moe_one_token, pays_at_one_token
 from longturn.kernels.msa_decode import msa_decode
@@ -20,7 +21,8 @@ from longturn.kernels.msa_plan import DecodeRows, MsaNorms, MsaPlan, MsaScratch,
 from longturn.kernels.packed_weights import PackedWeight, WeightFormat, as_packed, random_packed
 from longturn.kernels.pages import PageLayout
 from longturn.kernels.small_linear import LinearPlan, as_operand, small_linear
-from longturn.kernels.step_edges import begin_step, greedy_step
+from longturn.kernels.step_edges import begin_step
+from longturn.models.minimax_m3_gpu_plans import head_plan
 from longturn.ops.gemma_norm import gemma_rms_norm
 from longturn.ops.moe import SwigluOai, expert, moe, route
 from longturn.ops.msa import gather_pages, index_block_scores, select_blocks, sparse_attention
@@ -105,7 +107,7 @@ class Tuning:
     no_pdl: frozenset[str] = frozenset()
     qkv: LinearPlan | None = None
     o: LinearPlan = field(default_factory=LinearPlan)
-    head: LinearPlan = field(default_factory=LinearPlan)
+    head: LinearPlan | None = None
     moe_one: MoeOnePlan | None = None
     msa: MsaPlan | None = None
     moe: MoePlan | None = None
@@ -226,7 +228,8 @@ class DecodeStack:
         for n, layer in enumerate(m.layers):
             self._layer(n, layer)
         if "head" in t.parts:
-            self._project(len(m.layers) - 1, m.head, self.logits, m.final_norm, t.head, t.pdl)
+            head = t.head or head_plan(len(self.start), m.preset.hidden)
+            self._project(len(m.layers) - 1, m.head, self.logits, m.final_norm, head, t.pdl)
         if finish:
             greedy_step(self.logits, self.values, self.indices, self.tokens, self.positions, pdl=t.pdl)
 

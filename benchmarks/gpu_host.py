@@ -66,7 +66,7 @@ class Stages:
         self.stamp(GpuExecutor, "launch", "launch")
         self.stamp(SlotRing, "take", "a slot of the ring")
         self.stamp(Packer, "pack", "pack")
-        for name in ("begin", "send", "replay", "fetch", "end"):
+        for name in ("begin", "send", "replay", "end"):
             self.stamp(DriverQueue, name, f"driver: {name}")
         self.stamp(GpuHandle, "wait", WAIT)
         self.stamp(GpuHandle, "_read", "read")
@@ -128,7 +128,6 @@ def calls(stand: Stand) -> None:
     queue, slot = stand.executor._queue, stand.executor._ring._slots[0]
     timed("begin: enter, record", lambda: queue.begin(slot))
     timed("send 386 words", lambda: queue.send(slot, 386))
-    timed("fetch 32 words", lambda: queue.fetch(slot, 32))
     timed("end: record", lambda: queue.end(slot))
     x = torch.zeros(64, device="cuda")
     for kernels in (10, 100, 400, 1000):

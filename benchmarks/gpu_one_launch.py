@@ -16,8 +16,10 @@ from gpu_decode_stack import (
     floor_ms,
     rotated,
 )
+from gpu_greedy import greedy_step
 from longturn.kernels.one_token import OneTokenLayer, OneTokenScratch, OneTokenWeights
-from longturn.kernels.step_edges import begin_step, greedy_step
+from longturn.kernels.step_edges import begin_step
+from longturn.models.minimax_m3_gpu_plans import head_plan
 from longturn.ops.gemma_norm import gemma_rms_norm
 from longturn.ops.moe import SwigluOai, moe, route
 from longturn.ops.msa import gather_pages, index_block_scores, select_blocks, sparse_attention
@@ -72,7 +74,8 @@ class OneLaunchStack(DecodeStack):
         m, t = self.model, self.tuning
         self.begin()
         self.layers()
-        self._project(-1, m.head, self.logits, m.final_norm, t.head, t.pdl)
+        head = t.head or head_plan(len(self.start), m.preset.hidden)
+        self._project(-1, m.head, self.logits, m.final_norm, head, t.pdl)
         if finish:
             greedy_step(self.logits, self.values, self.indices, self.tokens, self.positions, pdl=t.pdl)
 

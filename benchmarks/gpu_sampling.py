@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 import gpu_required  # noqa: F401  (ends here without a GPU)
+from gpu_greedy import greedy_step
 from gpu_timing import graph_times_us
 from longturn.engine.records import SamplingParams
 from longturn.executor.sampler import SamplingState, logprobs_of, sample
 from longturn.executor.sampling_words import needs_penalties, penalty_words, plain, row_words
 from longturn.kernels.sampling import sample_rows
 from longturn.kernels.sampling_table import Sampled, SamplePlan, SampleScratch, SamplingTable
-from longturn.kernels.step_edges import greedy_step
 
 VOCAB = 200_064
 DEVICE = torch.device("cuda")

@@ -57,9 +57,9 @@ def own(args: argparse.Namespace, sessions: int, share: float) -> str:
     group = dataclasses.replace(group, values={**group.values, **host_pages})
     cut = own_sessions.own_trees(load_traces([args.traces], split=False))
     trees = own_sessions.ordered(group, cut)[: max(sessions, 8) + own_sessions.MORE_SESSIONS]
-    spec = own_sessions._spec(group, sessions, 1.0)
+    spec = own_sessions.group_spec(group, sessions, 1.0)
     spec = dataclasses.replace(spec, scheduler=dataclasses.replace(spec.scheduler, recompute_share=share))
-    found = replay(spec, trees, sessions, args.seconds, own_sessions._request_time(group))
+    found = replay(spec, trees, sessions, args.seconds, own_sessions.request_time(group))
     return line(sessions, share, found.done, found.evictions, found.loaded_pages, found.tally.chunk_tokens, None)
 
 

@@ -20,9 +20,16 @@ from hypothesis import strategies as st
 from longturn.engine.records import SamplingParams
 from longturn.errors import RequestError
 from longturn.executor.sampler import SamplingState, logprobs_of, sample
-from longturn.executor.sampling_words import needs_penalties, penalty_words, plain, plain_greedy, row_words
+from longturn.executor.sampling_words import needs_penalties, penalty_words, plain, row_words
 from longturn.kernels.sampling import sample_rows
-from longturn.kernels.sampling_table import MAX_BIASES, Sampled, SamplePlan, SampleScratch, SamplingTable
+from longturn.kernels.sampling_table import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    Sampled,
+    SamplePlan,
+    SampleScratch,
+    SamplingTable,
+)
 
 VOCAB = 200
 CPU = torch.device("cpu")
@@ -54,14 +61,14 @@ class Device:
 
     def sample(
         self, logits: np.ndarray, rows: list[int], positions: list[int], bitmask: torch.Tensor | None = None,
-        full: bool = True,
+        full: bool = True, out: Sampled | None = None,
     ) -> Sampled:  # fmt: skip
         scratch = SampleScratch.allocate(len(rows), self.vocab, self.plan, CPU)
         for buffer in (scratch.floats, scratch.values, scratch.adjusted, scratch.top_values):
             buffer.fill_(float("nan"))
         for buffer in (scratch.indices, scratch.ids, scratch.top_ids):
             buffer.fill_(123456789)
-        out = Sampled.allocate(len(rows), CPU)
+        out = out or Sampled.allocate(len(rows), CPU)
         out.tokens.fill_(-7)
         raw = torch.from_numpy(logits.copy())
         sample_rows(
@@ -237,6 +244,29 @@ def test_without_the_full_kernels_greedy_and_temperature_are_the_same() -> None:
     assert out.tokens.tolist() == [expected(logits[r], some[r], [1], 1) for r in range(3)] + [-1]
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_a_step_writes_to_the_results_whose_turn_it_is(full: bool) -> None:
+    some = [params(temperature=0.0, logprobs=2 if full else None), params(temperature=0.4, seed=5)]
+    device, words = Device(2, WIDE), torch.full((3, 2 * 2 + 2 * 2 * MAX_LOGPROBS), -7, dtype=torch.int32)
+    for row, p in enumerate(some):
+        device.admit(row, p, [1], 1)
+    ids = words[0, 4 : 4 + 2 * MAX_LOGPROBS].view(2, -1)
+    tops = words[0, 4 + 2 * MAX_LOGPROBS :].view(torch.float32).view(2, -1)
+    turn = torch.tensor([2, 99], dtype=torch.int32)
+    turns = Sampled(words[0, :2], words[0, 2:4].view(torch.float32), ids, tops, turn, words.stride(0))
+    logits = np.random.default_rng(7).normal(size=(2, VOCAB)).astype(np.float32)
+    alone = device.sample(logits, [0, 1], [1, 1], full=full)
+    device.sample(logits, [0, 1], [1, 1], full=full, out=turns)
+    assert (words[:2] == -7).all() and torch.equal(words[2, :2], alone.tokens)
+    if full:
+        assert words[2, 2].view(torch.float32) == alone.logprobs[0]
+        assert torch.equal(words[2, 4:6], alone.top_ids[0, :2])
+        at = 4 + 2 * MAX_LOGPROBS
+        assert torch.equal(words[2, at : at + 2].view(torch.float32), alone.top_logprobs[0, :2])
+    else:
+        assert (words[2, 2:] == -7).all()
+
+
 def test_a_flat_distribution_takes_the_first_of_the_race_that_survives() -> None:
     rng = np.random.default_rng(7)
     some = [params(top_p=p, seed=s) for p in (0.95, 0.4, 0.02) for s in (1, 2)] + [
@@ -251,11 +281,11 @@ def test_a_flat_distribution_takes_the_first_of_the_race_that_survives() -> None
     assert out.tokens.tolist() == [expected(logits[r], p, [1], 1) for r, p in enumerate(some)]
 
 
-def test_limits_and_plain_greedy() -> None:
+def test_limits_and_plain_rows() -> None:
     with pytest.raises(RequestError, match="logit_bias"):
         row_words(params(logit_bias=tuple((i, 1.0) for i in range(MAX_BIASES + 1))), 1)
     with pytest.raises(RequestError, match="stop tokens"):
         row_words(params(min_tokens=1, stop_token_ids=tuple(range(33))), 1)
-    assert plain_greedy(params(temperature=0.0, top_k=4, stop_token_ids=(1,)))
-    assert not plain_greedy(params(temperature=0.0, presence_penalty=0.1))
+    assert plain(params(temperature=0.0, top_k=4, stop_token_ids=(1,)))
+    assert not plain(params(temperature=0.0, presence_penalty=0.1))
     assert plain(params(temperature=0.5, min_tokens=2)) and not plain(params(top_p=0.9))

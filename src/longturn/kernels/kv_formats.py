@@ -4,7 +4,7 @@ What is stored is what `ops.kv_lane` stores: fp8 is e4m3 without a scale, satura
 the even column in the low nibble, with one e4m3 scale for 16 columns. Hopper has no FP4 units, so codes are widened in
 registers: an e2m1 code shifted into an fp16's exponent and mantissa is its value times 2**-14, subnormals included, and
 its product with a scale has at most 6 significant bits, so it is exact in fp16. Both factors are kept in range by
-leaving the product `E2M1_SHRINK` times too small; who reads the lane multiplies its result by the inverse.
+leaving the product `E2M1_GROW` times too small; who reads the lane multiplies its result by that.
 """
 
 # Functions under triton.jit are written in Triton's types, which mypy does not know.

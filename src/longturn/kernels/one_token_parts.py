@@ -198,8 +198,8 @@ def over_lanes_16(a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q):
 
 @gluon.jit
 def rows_of(sums, y, FROM: gl.constexpr, COUNT: gl.constexpr, S: gl.constexpr):
-    """Sums of whole rows from `over_lanes`' result y, through shared memory: fp32 [8 / S, COUNT], element (r, g) of row
-    r of group FROM + g, in a slice of `across(S)`."""
+    """Sums of whole rows from y of `over_lanes_8` or `_16`, through shared memory: fp32 [8 / S, COUNT], element (r, g)
+    of row r of group FROM + g, in a slice of `across(S)`."""
     view = sums._reinterpret(gl.float32, [8 // S, S, 32], flat_shared(3))
     if FROM == 0:
         view.store(y)

@@ -40,7 +40,7 @@ def sample_rows(
         positions: int32 [S]: index in its sequence of the token to be sampled (the logits' own position + 1).
         table: sampling state by row. `executor.sampling_words` fills it from sampling parameters.
         scratch: for at least S samples, with the same plan.
-        out: results.
+        out: results; memory of the host that the device can reach will do.
         plan: how the vocabulary is dealt out; `SamplePlan.default(S)`.
         last_tokens: int32 [rows]: token that the row's next step takes, written at the table's row: the sampled one, 0
             where there is none, so that it is always a token that exists.
@@ -65,5 +65,6 @@ def sample_rows(
     finish_rows[(samples,)](
         logits, rows, positions, table.params, table.penalties, vocab, *buffers, out.tokens,
         out.tokens if last_tokens is None else last_tokens, out.logprobs, out.top_ids, out.top_logprobs,
-        BLOCK=plan.block, FEEDS=last_tokens is not None, num_warps=plan.finish_warps, **more,
+        out.tokens if out.turn is None else out.turn, out.turn_words, TURNS=out.turn is not None, BLOCK=plan.block,
+        FEEDS=last_tokens is not None, num_warps=plan.finish_warps, **more,
     )  # fmt: skip

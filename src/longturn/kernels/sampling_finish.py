@@ -33,14 +33,16 @@ from longturn.kernels.sampling_common import (
 from longturn.kernels.sampling_search import first_survivor, race_of_row, truncated
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["turn"])
 def finish_rows(
     logits, rows, positions, words, penalties, vocab, floats, indices, values, candidates, adjusted,
-    top_values, top_ids, tokens, last_tokens, logprobs, out_ids, out_logprobs,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEEDS: tl.constexpr, FULL: tl.constexpr,
-    PDL: tl.constexpr,
+    top_values, top_ids, tokens, last_tokens, logprobs, out_ids, out_logprobs, turn, turn_words,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEEDS: tl.constexpr, TURNS: tl.constexpr,
+    FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """tokens, logprobs [S], out_ids, out_logprobs [S, MAX_LOGPROBS]; with FEEDS the token to `last_tokens` [rows] too.
+
+    With TURNS the word at `turn` says how many times `turn_words` further on they are.
 
     The other buffers are those of `SampleScratch`, which `sample_parts` wrote with the same PARTS, WIDTH and FULL. The
     grid is (S,); a sample of row -1 is padding, and nothing of it is written.
@@ -51,6 +53,12 @@ def finish_rows(
     if row < 0:
         return
     position = tl.load(positions + sample, cache_modifier=FRESH)
+    if TURNS:
+        further = tl.load(turn, cache_modifier=FRESH).to(tl.int64) * turn_words
+        tokens += further
+        logprobs += further
+        out_ids += further
+        out_logprobs += further
     fields = floats + sample * FIELDS * PARTS + tl.arange(0, PARTS)
     tops = tl.load(fields + TOP * PARTS, cache_modifier=FRESH)
     raw_tops = tl.load(fields + RAW_TOP * PARTS, cache_modifier=FRESH)

@@ -138,6 +138,10 @@ class Sampled:
     first); -1 where no token has a probability."""
     top_logprobs: Tensor
     """fp32 [S, MAX_LOGPROBS]."""
+    turn: Tensor | None = None
+    """int32 on the logits' device, whose first word says which of several such results is written; None: this one."""
+    turn_words: int = 0
+    """From one of them to the next, in each of the four."""
 
     @staticmethod
     def allocate(samples: int, device: torch.device) -> Sampled:

@@ -1,4 +1,4 @@
-"""The first and last kernels of a step: embedding and rotation factors, the most likely token, the next position."""
+"""The first kernel of a step: embedding and rotation factors."""
 
 # Functions under triton.jit are written in Triton's types, which mypy does not know.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -13,14 +13,11 @@ from longturn.kernels.dependent import FRESH, launch_options, wait_then_release
 
 
 @triton.jit
-def _begin(
-    tokens, positions, embedding, inv_freq, x, cos, sin,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+def begin_row(
+    row, token, position, embedding, inv_freq, x, cos, sin,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    wait_then_release(PDL)
-    position = tl.load(positions + row, cache_modifier=FRESH)
-    token = tl.load(tokens + row, mask=position >= 0, other=0, cache_modifier=FRESH).to(tl.int64)
+    """One row of `begin_step`, for its token (int64) and position."""
     column = tl.arange(0, BLOCK)
     for k in tl.static_range(0, WIDTH, BLOCK):
         tl.store(x + row * WIDTH + k + column, tl.load(embedding + token * WIDTH + k + column))
@@ -32,6 +29,18 @@ def _begin(
     sine = tl.sin(angle)
     tl.store(cos + row * D + d, tl.where(rotated, tl.cos(angle), 1.0))
     tl.store(sin + row * D + d, tl.where(d < HALF, -sine, tl.where(rotated, sine, 0.0)))
+
+
+@triton.jit
+def _begin(
+    tokens, positions, embedding, inv_freq, x, cos, sin,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    wait_then_release(PDL)
+    position = tl.load(positions + row, cache_modifier=FRESH)
+    token = tl.load(tokens + row, mask=position >= 0, other=0, cache_modifier=FRESH).to(tl.int64)
+    begin_row(row, token, position, embedding, inv_freq, x, cos, sin, WIDTH, BLOCK, D, HALF)
 
 
 def begin_step(
@@ -49,49 +58,3 @@ def begin_step(
         WIDTH=width, BLOCK=width & -width, D=head_dim, HALF=inv_freq.shape[0], num_warps=4, PDL=pdl,
         **launch_options(pdl),
     )  # fmt: skip
-
-
-@triton.jit
-def _greedy_parts(logits, values, indices, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    part = tl.program_id(0)
-    row = tl.program_id(1)
-    wait_then_release(PDL)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    where = tl.full([BLOCK], 2147483647, tl.int32)
-    for start in tl.range(part * BLOCK, vocab, PARTS * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = tl.load(logits + row.to(tl.int64) * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-        better = value > best
-        best = tl.where(better, value, best)
-        where = tl.where(better, at, where)
-    top = tl.max(best, axis=0)
-    tl.store(values + row * PARTS + part, top)
-    tl.store(indices + row * PARTS + part, tl.min(tl.where(best == top, where, 2147483647), axis=0))
-
-
-@triton.jit
-def _greedy_finish(values, indices, tokens, positions, PARTS: tl.constexpr, PDL: tl.constexpr):
-    row = tl.program_id(0)
-    wait_then_release(PDL)
-    part = tl.arange(0, PARTS)
-    value = tl.load(values + row * PARTS + part, cache_modifier=FRESH)
-    index = tl.load(indices + row * PARTS + part, cache_modifier=FRESH)
-    best = tl.min(tl.where(value == tl.max(value, axis=0), index, 2147483647), axis=0)
-    best = tl.where(best == 2147483647, 0, best)  # nothing but NaN: a token that exists, never a wild embedding row
-    position = tl.load(positions + row, cache_modifier=FRESH)
-    tl.store(tokens + row, best, mask=position >= 0)
-    tl.store(positions + row, position + 1, mask=position >= 0)
-
-
-def greedy_step(
-    logits: Tensor, values: Tensor, indices: Tensor, tokens: Tensor, positions: Tensor, *, pdl: bool = False
-) -> None:
-    """tokens[r] = the first most likely token of logits [rows, vocab]; positions[r] += 1. Padded rows (-1) keep theirs.
-
-    Scratch: values fp32 and indices int32, both [rows, parts], parts a power of two.
-    """
-    rows, vocab = logits.shape
-    parts = values.shape[1]
-    more = {"PARTS": parts, "PDL": pdl, "num_warps": 4, **launch_options(pdl)}
-    _greedy_parts[(parts, rows)](logits, values, indices, vocab, BLOCK=1024, **more)
-    _greedy_finish[(rows,)](values, indices, tokens, positions, **more)

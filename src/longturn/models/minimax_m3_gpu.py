@@ -29,6 +29,7 @@ from longturn.kernels.pages import KvFormat, PageLayout
 from longturn.kernels.sampling_table import SamplePlan
 from longturn.kernels.small_linear import as_operand, small_linear
 from longturn.kernels.step_edges import begin_step
+from longturn.kernels.step_state import Arrival, begin_decode
 from longturn.kernels.unpack_weights import unpack
 from longturn.models.base import KVSpec
 from longturn.models.minimax_m3_config import MiniMaxM3Config
@@ -62,9 +63,11 @@ class _Pages(PageLayout):
 
 
 def warm_layers(c: MiniMaxM3Config) -> int:
-    """First layers in which every kind of layer is found."""
+    """First layers in which every kind of layer comes before another, and whose last one is of the kind that the model
+    ends with: it prepares for the head, not for a layer."""
     kinds = list(zip(c.sparse_layers, c.moe_layers, strict=True))
-    return 1 + max(kinds.index(kind) for kind in set(kinds))
+    begin = 1 + max(kinds.index(kind) for kind in set(kinds))
+    return next((at + 1 for at in range(begin, len(kinds)) if kinds[at] == kinds[-1]), len(kinds))
 
 
 class MiniMaxM3Gpu:
@@ -108,12 +111,13 @@ class MiniMaxM3Gpu:
 
     def decode(
         self, tokens: Tensor, positions: Tensor, page_table: Tensor, x: Tensor, max_blocks: int,
-        layers: int | None = None,
-    ) -> None:  # fmt: skip
-        """Hidden states x [B, hidden] of one new token a slot; its K, V and index key go to its page.
+        layers: int | None = None, arrival: Arrival | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Hidden states x [B, hidden] of one new token a slot; its K, V and index key go to its page. Returns x after
+        the final norm where the last kernel has made it, for `logits`.
 
         tokens, positions int32 [B], position -1 for padding; page_table int32 [B, P]; `max_blocks` bounds a slot's
-        pages; `layers` computes only so many, for what is thrown away.
+        pages; `layers` computes only so many, for what is thrown away; `arrival` as in `DeviceModel.decode`.
         """
         c, slots = self.config, tokens.shape[0]
         shape, plans = self._shape(max_blocks), self.plans
@@ -132,7 +136,11 @@ class MiniMaxM3Gpu:
         if dense is not None:
             dense_plan = DensePlan.decode(slots, dense)
             dense_scratch = DenseScratch.allocate(slots, dense_plan.splits, dense, x)
-        begin_step(tokens, positions, self._weights.embedding, self._inv_freq, x, rows.cos, rows.sin, pdl=pdl)
+        first = (self._weights.embedding, self._inv_freq, x, rows.cos, rows.sin)
+        if arrival is None:
+            begin_step(tokens, positions, *first, pdl=pdl)
+        else:
+            begin_decode(arrival, tokens, positions, page_table, *first)
         normed = False  # whether the layer before left norm(x) in moe.normed
         chained = self._layers[:layers]
         run = self._one_token
@@ -164,8 +172,10 @@ class MiniMaxM3Gpu:
                     pdl=pdl,
                 )  # fmt: skip
             small_linear(attended, layer.out, x, residual=x, plan=out_of, pdl=pdl)
-            # After the last layer the norm is of no use, but another kernel without it would have to be compiled.
-            following = self._layers[min(index + 1, len(self._layers) - 1)]
+            ends = run is None and index + 1 == len(chained)
+            following = None if ends else self._layers[index + 1]
+            following_norm = self._weights.norm if following is None else following.input_norm
+            following_packed = following is not None and isinstance(following.projection, PackedWeight)
             normed = False
             if slots == 1 and pays_at_one_token(layer.feed_forward[3]):
                 moe_one_token(
@@ -175,15 +185,17 @@ class MiniMaxM3Gpu:
                 )  # fmt: skip
             else:
                 # A quantised projection of one token normalises itself, as small_linear chooses for it.
-                normed = slots > 1 or isinstance(following.projection, Tensor)
+                normed = slots > 1 or not following_packed
                 moe_few_tokens(
                     x, positions, *layer.feed_forward, moe, top_experts=layer.top, scaling_factor=c.routed_scale,
                     alpha=form.alpha, beta=form.beta, limit=form.limit, eps=eps, plan=experts if layer.top else None,
-                    next_norm=following.input_norm if normed else None,
-                    next_packed=isinstance(following.projection, PackedWeight), pdl=pdl,
+                    next_norm=following_norm if normed else None, next_packed=following_packed, pdl=pdl,
                 )  # fmt: skip
-        if run is not None and (layers is None or layers > run.first):
+        if run is None:
+            return moe.normed if normed else None
+        if layers is None or layers > run.first:
             run.decode(x, rows, shape, scaling_factor=c.routed_scale, activation=form, last=layers)
+        return None
 
     # --- many tokens ------------------------------------------------------------------------------------------------
 
@@ -247,13 +259,16 @@ class MiniMaxM3Gpu:
 
     # --- logits -----------------------------------------------------------------------------------------------------
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Final norm and head: fp32 [S, vocab] of x [S, hidden]."""
-        weights = self._weights
+    def logits(self, x: Tensor, normed: Tensor | None = None) -> Tensor:
+        """Final norm and head: fp32 [S, vocab] of x [S, hidden]; `normed` is what `decode` returned."""
+        weights, plan = self._weights, self.plans.head(x.shape[0])
         out = self._fp32(x.shape[0], self.vocab_size)
+        if normed is not None:
+            small_linear(normed, weights.head, out, plan=plan, pdl=self._pdl)
+            return out
         small_linear(
             x, weights.head, out, norm_weight=weights.norm, normed=x.new_empty(x.shape), eps=self.config.norm_eps,
-            plan=self.plans.head(x.shape[0]), pdl=self._pdl,
+            plan=plan, pdl=self._pdl,
         )  # fmt: skip
         return out
 

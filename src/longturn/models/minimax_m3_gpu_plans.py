@@ -14,7 +14,7 @@ from longturn.kernels.packed_weights import WeightFormat, as_packed
 from longturn.kernels.pages import PageLayout
 from longturn.kernels.plan_table import PlanTable
 from longturn.kernels.sampling_table import SamplePlan
-from longturn.kernels.small_linear import LinearPlan
+from longturn.kernels.small_linear import LinearPlan, largest_power_of_two
 from longturn.models.minimax_m3_gpu_weights import GpuWeights, Weight
 
 P = TypeVar("P")
@@ -74,7 +74,7 @@ class ModelPlans:
         return self._of("out", rows, self._plans.linear or LinearPlan())
 
     def head(self, rows: int) -> LinearPlan:
-        return self._of("head", rows, self._plans.head or LinearPlan())
+        return self._of("head", rows, self._plans.head or head_plan(rows, self._c.hidden))
 
     def msa(self, rows: int, max_blocks: int) -> MsaPlan:
         plan = self._of("msa", rows, MsaPlan.default(rows, max_blocks, self._layout.kv_format))
@@ -101,6 +101,14 @@ class ModelPlans:
 
     def _of(self, kernel: str, rows: int, default: P) -> P:
         return self._plans.table.apply(kernel, self.shapes[kernel], rows, default)
+
+
+def head_plan(rows: int, hidden: int) -> LinearPlan:
+    """As measured at hidden sizes of 2,048 and 6,144 (docs/performance.md). The head is so large that what counts is
+    how many bytes a program has on their way, and not how soon it begins."""
+    if rows == 1:
+        return LinearPlan(rows=8, block=largest_power_of_two(hidden, 512))
+    return LinearPlan(dot_rows=64, dot_block=128, dot_stages=4) if rows <= 32 else LinearPlan()
 
 
 def _form(weight: Weight) -> str:

@@ -36,10 +36,11 @@ assert (JITFunction.run, driver._active) == before
 names = [kernel.name for kernel in kernels]
 assert len(set(kernel.key for kernel in kernels)) == len(kernels) > 30
 assert names.index("sample_parts") < names.index("experts_in"), names  # what compiles longest comes first
-assert {"_scatter", "_decode_inputs", "_attend", "lay_out_lists", "experts_down", "finish_rows"} <= set(names)
+assert {"_scatter", "_begin_decode", "_attend", "lay_out_lists", "experts_down", "finish_rows"} <= set(names)
+assert names.count("sample_parts") == names.count("finish_rows") == 2, "with all features and with a temperature alone"
 assert [k.key for k in steps.all_kernels((9, 0))] == [k.key for k in kernels]
 
-small = [k for k in kernels if k.name in ("_scatter", "_token_ids", "_begin", "_add_norm", "_merge", "_decode_inputs")]
+small = [k for k in kernels if k.name in ("_scatter", "_token_ids", "_begin", "_add_norm", "_merge", "_begin_decode")]
 compilation = Compilation(small)
 foreign = [k for k in kernels if k.name == "_pick_rows"]
 assert compilation.wait_for(small[:2]) == 0

@@ -51,7 +51,7 @@ class Step:
 
 def sampling(grammar: Grammar | None = None, **params: Any) -> RowSampling:
     found = RowSampling.of(0, SamplingParams(4, temperature=0.0, **params), np.array([1], np.int32), 1, VOCAB, None)
-    return RowSampling(found.words, found.logprobs, None, found.plain, cast(Any, grammar), None)
+    return RowSampling(found.words, found.logprobs, None, found.plain, found.light, cast(Any, grammar), None)
 
 
 def launch(masks: Masks, samples: list[tuple[int, RowSampling]], step: Step) -> list[list[int]]:
@@ -95,16 +95,19 @@ def test_a_grammar_that_ends_badly_fails_its_row_alone_under_no_mask() -> None:
     assert with_errors(results, {}) is results
 
 
+def results_of(samples: int) -> SampleResults:
+    return SampleResults(samples, 2, torch.zeros(1, dtype=torch.int32), CPU)
+
+
 def test_results_are_read_from_their_places() -> None:
-    device = SampleResults(3, CPU)
+    device = results_of(3)
     view = device.first(2)
     view.tokens.copy_(torch.tensor([11, 12]))
     view.logprobs.copy_(torch.tensor([-0.5, -1.5]))
     view.top_ids[1, :3] = torch.tensor([12, 4, 6], dtype=torch.int32)
     view.top_logprobs[1, :3] = torch.tensor([-1.5, -2.0, -2.5])
-    assert device.copied_words(2, plain=True) == 2
-    words = device.words[: device.copied_words(2, plain=False)].numpy()
-    plain, told = row_results(words, [(5, sampling()), (3, sampling(logprobs=2))], plain=False)
+    assert view.turn_words == device.words.shape[1] and not device.words[1].any()
+    plain, told = row_results(device.words[0].numpy(), [(5, sampling()), (3, sampling(logprobs=2))], plain=False)
     assert plain == RowResult(5, (11,))
     assert (told.row, told.token_ids) == (3, (12,)) and told.logprobs is not None
     (found,) = told.logprobs
@@ -113,16 +116,16 @@ def test_results_are_read_from_their_places() -> None:
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_row_without_a_token_says_why(plain: bool) -> None:
-    device = SampleResults(2, CPU)
+    device = results_of(2)
     device.first(2).tokens.copy_(torch.tensor([-1, 7]))
-    bad, good = row_results(device.words.numpy(), [(0, sampling()), (1, sampling())], plain=plain)
+    bad, good = row_results(device.words[0].numpy(), [(0, sampling()), (1, sampling())], plain=plain)
     assert bad.error is not None and "NaN" in bad.error and bad.token_ids == ()
     assert good == RowResult(1, (7,))
 
 
 def test_more_logprobs_than_there_are_is_all_of_them() -> None:
-    device = SampleResults(2, CPU)  # the second sample's follow at once
-    (found,) = row_results(device.words.numpy(), [(0, sampling(logprobs=MAX_LOGPROBS + 5))], plain=False)
+    device = results_of(2)  # the second sample's follow at once
+    (found,) = row_results(device.words[0].numpy(), [(0, sampling(logprobs=MAX_LOGPROBS + 5))], plain=False)
     assert found.logprobs is not None and len(found.logprobs[0].top_ids) == MAX_LOGPROBS
 
 

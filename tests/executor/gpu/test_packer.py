@@ -22,6 +22,8 @@ from longturn.kernels.sampling_table import MAX_BIASES, MAX_STOPS, PENALTY_SLOT,
 ROWS, CONTEXT, STEP, VOCAB = 3, 1024, 192, 100
 LAYOUT = StateLayout.of(ROWS, CONTEXT, STEP)
 GREEDY = SamplingParams(64, temperature=0.0)
+WARM = SamplingParams(64, temperature=0.7)
+TRUNCATED = SamplingParams(64, temperature=0.7, top_p=0.9)
 TOLD = SamplingParams(64, temperature=0.0, logprobs=2)
 BOUND = SamplingParams(64, temperature=0.0, grammar="any")
 
@@ -71,7 +73,8 @@ class Device:
 def test_any_run_gives_the_inputs_that_the_cpu_rows_give(data: st.DataObject) -> None:
     """Random prompts, chunks, decodes, frees and resumes; sampled tokens are random and never pass through the host.
 
-    Some requests want log-probabilities, some have a grammar: rows that had such a one are then given to others.
+    Some requests want log-probabilities or truncate, some have a grammar: rows that had such a one are then given to
+    others.
     """
     draw = data.draw
     device, oracle = Device(grammars=cast(Any, Compiled())), Rows(ROWS, CONTEXT, VOCAB)
@@ -93,7 +96,7 @@ def test_any_run_gives_the_inputs_that_the_cpu_rows_give(data: st.DataObject) ->
             pages[row] = -(-len(known[row]) // PAGE_TOKENS)
             ids = tuple(range(next_page, next_page + pages[row]))
             next_page += pages[row]
-            ways[row] = draw(st.sampled_from([GREEDY, GREEDY, TOLD, BOUND]))
+            ways[row] = draw(st.sampled_from([GREEDY, GREEDY, WARM, TRUNCATED, TOLD, BOUND]))
             new_rows.append(NewRow(row, f"{step}.{row}", pack_tokens(known[row]), len(known[row]), ids, ways[row]))
         work: list[RowWork] = []
         budget = STEP
@@ -129,6 +132,7 @@ def test_any_run_gives_the_inputs_that_the_cpu_rows_give(data: st.DataObject) ->
         assert [row for row, _ in device.packed.samples] == [w.row for w in samples]
         assert device.packed.plain == all(ways[w.row] is not TOLD for w in samples)
         assert device.packed.grammars == any(ways[w.row] is BOUND for w in samples)
+        assert device.packed.light == all(ways[w.row] in (GREEDY, WARM) for w in samples)
         np.testing.assert_array_equal(device.part("sample_row")[: len(samples)], [w.row for w in samples])
         np.testing.assert_array_equal(device.part("sample_index")[: len(samples)], inputs.sample_index)
         np.testing.assert_array_equal(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from longturn.config import PAGE_TOKENS
 
@@ -25,13 +26,27 @@ class StepKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step is padded to: the key of its graph."""
+    """What a step is padded to."""
 
     kind: StepKind
     tokens: int
     """Slots of a decode, or tokens of a step of many."""
     blocks: int
     """Most pages that a row of the step may have."""
+
+
+class Piece(NamedTuple):
+    """A step's launches: all of a decode step; of one with many tokens, those before sampling."""
+
+    shape: StepShape
+    light: bool
+    """Of a decode step: it chooses by temperature alone. One that is not light serves any rows, only slower."""
+
+
+def pieces_of(shape: StepShape) -> tuple[Piece, ...]:
+    """Every piece of a shape."""
+    whole = Piece(shape, light=False)
+    return (whole, Piece(shape, light=True)) if shape.kind is StepKind.DECODE else (whole,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The GPU executor: a step is one copy in, one or two graph replays and one copy out, none of which the host waits for.
+"""The GPU executor: a step is one copy in and one or two graph replays, none of which the host waits for.
 
 What a step samples is on the device when the next one reads it, so plans are launched ahead of results.
 """
@@ -14,7 +14,7 @@ import torch
 
 from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import SamplingParams, StepPlan, StepResult
-from longturn.executor.gpu.buckets import StepKind, StepShape, at_least
+from longturn.executor.gpu.buckets import Piece, StepKind, StepShape, at_least, pieces_of
 from longturn.executor.gpu.compile import Compilation
 from longturn.executor.gpu.graphs import StepGraphs
 from longturn.executor.gpu.masks import with_errors
@@ -32,8 +32,6 @@ from longturn.models.formats import ServedFormats
 _log = logging.getLogger(__name__)
 
 _NO_COPIES = CopyReport()
-_SLOTS = 4
-"""Steps whose buffers may be in use: two in flight, one being packed, one to spare."""
 
 
 class GpuExecutor:
@@ -68,15 +66,15 @@ class GpuExecutor:
             self._stream.wait_stream(torch.cuda.default_stream(device))  # weights and cache were made there
         layout = self._steps.layout
         self._packer = Packer(layout, self._steps.buckets, model.vocab_size, self._grammars)
-        staging, results = self._steps.state.staging, self._steps.results.words
-        self._ring = SlotRing(_SLOTS, len(staging), len(results), self._stream)
-        self._queue: StepQueue = HostQueue(staging, results)
+        staging = self._steps.state.staging
+        self._ring = SlotRing(len(staging), self._steps.results.words, self._stream)
+        self._queue: StepQueue = HostQueue(staging)
         if self._stream is not None:
-            self._queue = DriverQueue(self._stream, staging, results)
+            self._queue = DriverQueue(self._stream, staging)
         self._graphs = StepGraphs(device, enabled=limits.graphs)
         self._compilation = Compilation(())
-        self._later: dict[StepShape, None] = {}
-        """Shapes whose graphs are made later, in this order."""
+        self._later: dict[Piece, None] = {}
+        """Pieces whose graphs are made later, in this order."""
         self._closed = False
         storage = model.storage if limits.host_pages else None
         self._offload = None if storage is None else GpuOffload(storage, limits.host_pages, self._stream)
@@ -147,8 +145,9 @@ class GpuExecutor:
 
     def _enqueue_work(self, plan: StepPlan, slot: Slot, packed: PackedStep) -> None:
         steps, queue = self._steps, self._queue
-        if self._later and packed.shape in self._later:
-            self._make_graph(packed.shape)
+        piece = None if packed.shape is None else self._piece(packed.shape, packed.light)
+        if piece is not None and self._later and piece in self._later:
+            self._make_graph(piece)
         queue.begin(slot)
         if plan.copied_pages or packed.penalties:
             with steps.on_stream():
@@ -160,28 +159,35 @@ class GpuExecutor:
         if self._offload is not None:
             self._offload.copied(plan)
         queue.send(slot, packed.words)
-        self._run(packed)
-        if packed.samples:
-            queue.fetch(slot, steps.results.copied_words(len(packed.samples), packed.plain))
+        self._run(piece, packed)
         queue.end(slot)
         if self._offload is not None:
             self._offload.end()
 
-    def _run(self, packed: PackedStep) -> None:
-        """Replay the graphs of the step's pieces; the kernels of a piece without one are launched one by one."""
-        shape, steps = packed.shape, self._steps
-        if shape is None:
+    def _piece(self, shape: StepShape, light: bool) -> Piece:
+        """What such a step runs: one that is not light where that is there and the light one is not."""
+        light = light and shape.kind is StepKind.DECODE
+        piece = Piece(shape, light)
+        if light and self._later and piece in self._later:
+            whole = Piece(shape, light=False)
+            return piece if whole in self._later else whole
+        return piece
+
+    def _run(self, piece: Piece | None, packed: PackedStep) -> None:
+        """Replay the graphs of a step; the kernels of a piece without one are launched one by one."""
+        steps = self._steps
+        if piece is None:
             with steps.on_stream():
                 steps.scatter()
             return
-        if not self._replayed((shape,)):
+        if not self._replayed(piece):
             with steps.on_stream():
-                steps.body(shape)()
-        if shape.kind is StepKind.MANY and packed.samples:
-            size = at_least(steps.sample_sizes, len(packed.samples))
-            if not self._replayed(("sample", size)):
+                steps.body(piece)()
+        if piece.shape.kind is StepKind.MANY and packed.samples:
+            tail = at_least(steps.sample_sizes, len(packed.samples)), packed.light
+            if not self._replayed(("sample", *tail)):
                 with steps.on_stream():
-                    steps.tail(size)()
+                    steps.tail(*tail)()
 
     def _replayed(self, key: tuple[object, ...]) -> bool:
         """Replay the graph of a piece, if it has one."""
@@ -213,47 +219,45 @@ class GpuExecutor:
         return buckets.many(min(tokens, buckets.tokens[-1]), blocks) if decode is None else decode
 
     def start(self, compiling: Compilation | None = None) -> int:
-        """Get ready to serve, as `capture` does; most graphs are left for later."""
-        first, later = self._steps.first_and_later()
-        return self.capture(first, later, compiling)
+        """Get ready to serve, as `capture` does; most graphs are left for later: they are made by `idle`, or when a
+        step first needs one, a tenth of a second each.
 
-    def capture(
-        self,
-        shapes: Sequence[StepShape] | None = None,
-        later: Sequence[StepShape] = (),
-        compiling: Compilation | None = None,
-    ) -> int:
+        Args:
+            compiling: kernels that are being compiled already; all are if None.
+        """
+        return self._capture(*self._steps.first_and_later(), compiling)
+
+    def capture(self, shapes: Sequence[StepShape] | None = None) -> int:
         """Make the graphs of `shapes` (all if None) and of every size of sampling; the number of graphs.
 
         Nothing may be in flight. The largest shapes should come first, so that the others find their scratch in its
         memory.
-
-        Args:
-            later: shapes whose graphs are made by `idle`, or when such a step first comes: a tenth of a second each.
-            compiling: kernels that are being compiled already. Those of `shapes` and `later` are if None.
         """
+        wanted = self._steps.shapes() if shapes is None else shapes
+        return self._capture([piece for shape in wanted for piece in pieces_of(shape)], (), None)
+
+    def _capture(self, now: Sequence[Piece], later: Sequence[Piece], compiling: Compilation | None) -> int:
         steps, few = self._steps, self._model.warm_layers
-        now = steps.shapes() if shapes is None else list(shapes)
         begin = time.perf_counter()
         if compiling is None and self._stream is not None:
-            launches = [steps.tail(size) for size in reversed(steps.sample_sizes)]
-            launches += [steps.body(shape, few) for shape in (*now, *later)]
+            launches = [steps.tail(*tail) for tail in steps.tails()]
+            launches += [steps.body(piece, few) for piece in (*now, *later)]
             with steps.on_stream():
                 compiling = Compilation(steps.kernels(launches))
         if compiling is not None:
             self._compilation = compiling
         self._later.update(dict.fromkeys(later))
-        for shape in now:
-            self._make_graph(shape)
+        for piece in now:
+            self._make_graph(piece)
         shapes_s = time.perf_counter() - begin
-        for size in reversed(steps.sample_sizes):
-            self._make(("sample", size), steps.tail(size), steps.tail(size))
+        for tail in steps.tails():
+            self._make(("sample", *tail), steps.tail(*tail), steps.tail(*tail))
         if not self._later:
             self._compilation.wait()
         if self._stream is not None:
             torch.cuda.empty_cache()  # scratch of runs without a graph; the graphs have their own
         spent = (len(now), shapes_s, time.perf_counter() - begin - shapes_s)
-        _log.info("%d shapes ready in %.1f s, sampling %.1f s after", *spent)
+        _log.info("%d pieces ready in %.1f s, sampling %.1f s after", *spent)
         return len(self._graphs)
 
     def idle(self) -> bool:
@@ -264,9 +268,9 @@ class GpuExecutor:
                 self._compilation.wait()
         return bool(self._later)
 
-    def _make_graph(self, shape: StepShape) -> None:
-        self._make((shape,), self._steps.body(shape, self._model.warm_layers), self._steps.body(shape))
-        self._later.pop(shape, None)
+    def _make_graph(self, piece: Piece) -> None:
+        self._make(piece, self._steps.body(piece, self._model.warm_layers), self._steps.body(piece))
+        self._later.pop(piece, None)
 
     def _make(self, key: tuple[object, ...], few: Callable[[], None], launch: Callable[[], None]) -> None:
         """Capture `launch`. Before that `few`, which has all its kernels, runs over padding, since a capture must not

@@ -12,7 +12,8 @@ from longturn.kernels.many_tokens import TILE_TOKENS
 from longturn.kernels.sampling_table import MAX_BIASES, MAX_STOPS, ROW_WORDS
 
 HEADER_WORDS = 2
-"""Words before a step's pairs, as `kernels.step_state` reads them: the number of pairs, and one that is not read."""
+"""Words before a step's pairs, as `kernels.step_state` reads them: the number of pairs, and that of the step's slot
+(`queue.Slot`), which packing leaves alone."""
 _ALIGN_WORDS = 32
 """Every part starts on a 128-byte boundary: Triton compiles anew for pointers that are not 16-byte aligned."""
 

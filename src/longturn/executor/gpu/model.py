@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longturn.kernels.sampling_table import SamplePlan
+from longturn.kernels.step_state import Arrival
 
 
 class DeviceModel(Protocol):
@@ -26,7 +27,7 @@ class DeviceModel(Protocol):
     largest_batch: int
     """Slots of a decode step at most."""
     warm_layers: int
-    """First layers that launch every kernel there is."""
+    """First layers that, taken for all of them, launch every kernel there is."""
 
     @property
     def storage(self) -> Tensor:
@@ -35,12 +36,14 @@ class DeviceModel(Protocol):
 
     def decode(
         self, tokens: Tensor, positions: Tensor, page_table: Tensor, x: Tensor, max_blocks: int,
-        layers: int | None = None,
-    ) -> None:  # fmt: skip
-        """Hidden states x [B, hidden] before the final norm, of one new token a slot.
+        layers: int | None = None, arrival: Arrival | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Hidden states x [B, hidden] before the final norm, of one new token a slot; and x after it, for `logits`,
+        where the last kernel makes that too.
 
         tokens, positions int32 [B], position -1 for padding; page_table int32 [B, P]; no slot has more than
-        `max_blocks` pages. `layers` computes only so many, for what is thrown away.
+        `max_blocks` pages. `layers` computes only so many, for what is thrown away. With `arrival` the first launch
+        is `begin_decode`, which finds them all.
         """
         ...
 
@@ -59,6 +62,6 @@ class DeviceModel(Protocol):
         """Copy a page of every layer and lane. Not captured."""
         ...
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Final norm and head: fp32 [S, vocab_size] of x [S, hidden]."""
+    def logits(self, x: Tensor, normed: Tensor | None = None) -> Tensor:
+        """Final norm and head: fp32 [S, vocab_size] of x [S, hidden]; `normed` is what `decode` returned."""
         ...

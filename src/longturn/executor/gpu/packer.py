@@ -62,6 +62,8 @@ class PackedStep(NamedTuple):
     """New contents of penalty slots, which are too long for pairs."""
     grammars: bool = False
     """Some sample follows a grammar."""
+    light: bool = True
+    """A temperature is all that any sample needs."""
 
 
 class Packer:
@@ -82,6 +84,8 @@ class Packer:
         """Rows in use that want more than tokens back."""
         self._bound: set[int] = set()
         """Rows in use with a grammar."""
+        self._heavy: set[int] = set()
+        """Rows in use that sample with more than a temperature."""
         self._padding: dict[int, Template] = {}
         """Inputs of a decode step of so many slots, all of them padding."""
         self._filled = [0] * layout.rows
@@ -109,7 +113,8 @@ class Packer:
             shape, samples = self._many(work, pairs)
             rows = list(compress(rows, sampled))
         plain, grammars = not _meets(self._telling, rows), _meets(self._bound, rows)
-        return PackedStep(pairs.finish(), shape, samples, plain, penalties, grammars)
+        light = not _meets(self._heavy, rows)
+        return PackedStep(pairs.finish(), shape, samples, plain, penalties, grammars, light)
 
     def differences(self, plan: StepPlan, buffer: Int32) -> PackedStep:
         """As `pack`, but the plan's work counts as done elsewhere: only the differences are written."""
@@ -126,7 +131,7 @@ class Packer:
         penalties = []
         for row in plan.freed_rows:
             self._rows[row] = None
-            for rows in (self._unread, self._telling, self._bound):
+            for rows in (self._unread, self._telling, self._bound, self._heavy):
                 rows.discard(row)
         table = self._layout.page_table
         appended = dict(plan.new_pages)
@@ -165,6 +170,8 @@ class Packer:
             self._telling.add(new.row)
         if sampling.grammar is not None:
             self._bound.add(new.row)
+        if not sampling.light:
+            self._heavy.add(new.row)
         return sampling
 
     def _of(self, row: int) -> _Row:

@@ -1,5 +1,5 @@
-"""The stream that steps run on, as a step sees it: its words go in, graphs run, results come back, with an event at
-either end.
+"""The stream that steps run on, as a step sees it: its words go in, graphs run, with an event at either end. (Kernels
+write results to the host's memory themselves.)
 
 On a GPU each of these is one call of the driver with numbers that were worked out before. Through tensors the same
 takes several times as long on the host: entering a stream, slicing both sides of a copy, PyTorch's own way to the
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 _WORD_BYTES = 4
+SLOTS = 4
+"""Steps whose buffers may be in use: two in flight, one being packed, one to spare."""
 
 
 @dataclass(slots=True)
@@ -25,16 +27,14 @@ class Slot:
     """Host memory of one step in flight, and the events around it (None on a CPU)."""
 
     pairs: Tensor
-    """Pinned int32: what the step changes."""
+    """Pinned int32: what the step changes. The second word of the header is the slot's own number."""
     pairs_array: npt.NDArray[np.int32]
     """The same memory."""
-    results: Tensor
-    """Pinned int32: what came back."""
     results_array: npt.NDArray[np.int32]
+    """Where the step's kernels leave what they sampled."""
     begin: torch.cuda.Event | None
     end: torch.cuda.Event | None
     pairs_at: ctypes.c_uint64
-    results_at: ctypes.c_uint64
     begin_handle: ctypes.c_void_p
     """The driver's, of the events; null on a CPU."""
     end_handle: ctypes.c_void_p
@@ -44,8 +44,14 @@ class Slot:
 class SlotRing:
     """Slots in turn. One is taken again only when its step is over, since the copy engine reads and writes it."""
 
-    def __init__(self, count: int, pairs_words: int, result_words: int, stream: torch.cuda.Stream | None) -> None:
-        self._slots = [_slot(pairs_words, result_words, stream) for _ in range(count)]
+    def __init__(self, pairs_words: int, results: Tensor, stream: torch.cuda.Stream | None) -> None:
+        """
+        Args:
+            pairs_words: of each slot.
+            results: int32 [slots, words] of the host.
+            stream: the one that steps run on.
+        """
+        self._slots = [_slot(number, pairs_words, words, stream) for number, words in enumerate(results)]
         self._next = 0
 
     def take(self) -> Slot:
@@ -58,10 +64,9 @@ class SlotRing:
         return slot
 
 
-def _slot(pairs_words: int, result_words: int, stream: torch.cuda.Stream | None) -> Slot:
-    pinned = stream is not None
-    pairs = torch.zeros(pairs_words, dtype=torch.int32, pin_memory=pinned)
-    results = torch.zeros(result_words, dtype=torch.int32, pin_memory=pinned)
+def _slot(number: int, pairs_words: int, results: Tensor, stream: torch.cuda.Stream | None) -> Slot:
+    pairs = torch.zeros(pairs_words, dtype=torch.int32, pin_memory=stream is not None)
+    pairs[1] = number
     begin, end = None, None
     begin_handle, end_handle = ctypes.c_void_p(), ctypes.c_void_p()
     if stream is not None:
@@ -69,8 +74,8 @@ def _slot(pairs_words: int, result_words: int, stream: torch.cuda.Stream | None)
         for event, handle in ((begin, begin_handle), (end, end_handle)):
             event.record(stream)  # the driver's event is made now
             handle.value = event.cuda_event
-    addresses = ctypes.c_uint64(pairs.data_ptr()), ctypes.c_uint64(results.data_ptr())
-    return Slot(pairs, pairs.numpy(), results, results.numpy(), begin, end, *addresses, begin_handle, end_handle)
+    at = ctypes.c_uint64(pairs.data_ptr())
+    return Slot(pairs, pairs.numpy(), results.numpy(), begin, end, at, begin_handle, end_handle)
 
 
 class StepQueue(Protocol):
@@ -88,10 +93,6 @@ class StepQueue(Protocol):
         """Run a captured piece of a step, given the driver's handle of its graph."""
         ...
 
-    def fetch(self, slot: Slot, words: int) -> None:
-        """Copy the first `words` words of the results into the slot."""
-        ...
-
     def end(self, slot: Slot) -> None:
         """The step is over."""
         ...
@@ -100,9 +101,9 @@ class StepQueue(Protocol):
 class HostQueue:
     """Where there is no GPU: copies are made before a call returns."""
 
-    def __init__(self, staging: Tensor, results: Tensor) -> None:
+    def __init__(self, staging: Tensor) -> None:
         """As `DriverQueue`."""
-        self._staging, self._results = staging, results
+        self._staging = staging
 
     def begin(self, slot: Slot) -> None:
         """There is no time to take."""
@@ -112,9 +113,6 @@ class HostQueue:
 
     def replay(self, graph: ctypes.c_void_p) -> None:
         raise RuntimeError("there are no graphs without a GPU")
-
-    def fetch(self, slot: Slot, words: int) -> None:
-        slot.results[:words].copy_(self._results[:words])
 
     def end(self, slot: Slot) -> None:
         """There is nothing to wait for."""
@@ -126,12 +124,8 @@ class DriverQueue:
     Arguments are made once: turning a number into what C takes costs more than the rest of ctypes' part in a call.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, staging: Tensor, results: Tensor) -> None:
-        """
-        Args:
-            staging: int32 on the device: where a step's pairs arrive.
-            results: int32 on the device: what a step leaves to be fetched.
-        """
+    def __init__(self, stream: torch.cuda.Stream, staging: Tensor) -> None:
+        """`staging` is int32 on the device: where a step's pairs arrive."""
         # None of these calls waits, so they keep the interpreter's lock: giving it away and taking it back would cost
         # as much as the call, or a whole switch interval where another thread is at work.
         library = ctypes.PyDLL("libcuda.so.1")
@@ -145,7 +139,7 @@ class DriverQueue:
         context_of = _call(library, "cuStreamGetCtx", handle, ctypes.POINTER(handle))
         if status := context_of(self._stream, ctypes.byref(self._context)):
             self._fail("cuStreamGetCtx", status)
-        self._staging, self._results = address(staging.data_ptr()), address(results.data_ptr())
+        self._staging = address(staging.data_ptr())
 
     def begin(self, slot: Slot) -> None:
         # Another thread than the last may call, one that has not used the device yet.
@@ -162,10 +156,6 @@ class DriverQueue:
         # PyTorch's own replay also sets up its random numbers, which no step draws.
         if status := self._launch(graph, self._stream):
             self._fail("cuGraphLaunch", status)
-
-    def fetch(self, slot: Slot, words: int) -> None:
-        if status := self._copy(slot.results_at, self._results, words * _WORD_BYTES, self._stream):
-            self._fail("cuMemcpyAsync", status)
 
     def end(self, slot: Slot) -> None:
         if status := self._record(slot.end_handle, self._stream):

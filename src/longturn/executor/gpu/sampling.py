@@ -13,7 +13,7 @@ from torch import Tensor
 from longturn.engine.records import RowResult, SamplingParams, TokenLogprobs, decode_results
 from longturn.errors import RequestError
 from longturn.executor.grammar import GrammarRow, Grammars
-from longturn.executor.sampling_words import RowWords, needs_penalties, penalty_words, row_words
+from longturn.executor.sampling_words import RowWords, needs_penalties, penalty_words, plain, row_words
 from longturn.kernels.sampling_table import MAX_LOGPROBS, Sampled
 
 Int32 = npt.NDArray[np.int32]
@@ -32,6 +32,8 @@ class RowSampling:
     """Contents of the row's penalty slot, if it needs one."""
     plain: bool
     """Only the token is wanted back."""
+    light: bool
+    """A temperature is all that it samples with."""
     grammar: GrammarRow | None
     """Where the row stands in its grammar."""
     error: str | None
@@ -47,40 +49,48 @@ class RowSampling:
             words = row_words(params, prompt_tokens, row if wanted else -1)
         except RequestError as error:
             greedy = row_words(SamplingParams(1, temperature=0.0), prompt_tokens)
-            return RowSampling(greedy, None, None, False, None, str(error))
+            return RowSampling(greedy, None, None, False, True, None, str(error))
         if params.grammar is not None and grammars is None:
-            return RowSampling(words, None, None, False, None, "this executor has no grammars")
+            return RowSampling(words, None, None, False, False, None, "this executor has no grammars")
         grammar = None
         if params.grammar is not None and grammars is not None:
             grammar = grammars.row(params.grammar, tokens[prompt_tokens:].tolist())
         penalties = penalty_words(tokens, prompt_tokens, vocab) if wanted else None
-        return RowSampling(words, params.logprobs, penalties, params.logprobs is None, grammar, None)
+        light = plain(params) and grammar is None
+        return RowSampling(words, params.logprobs, penalties, params.logprobs is None, light, grammar, None)
 
 
 class SampleResults:
-    """What a step sampled, in one allocation: tokens first, since most steps want nothing else."""
+    """What the steps in flight have sampled, in memory of the host that kernels write to: a copy back would cost a step
+    more than all of its other ends together, since the copy engine and the kernels wait for each other."""
 
-    def __init__(self, samples: int, device: torch.device) -> None:
-        self._samples = samples
-        self.words = torch.zeros(samples * _WORDS, dtype=torch.int32, device=device)
-        parts = _split(self.words, samples)
+    def __init__(self, samples: int, turns: int, turn: Tensor, device: torch.device) -> None:
+        """
+        Args:
+            samples: of a step at most.
+            turns: steps that may be in flight.
+            turn: int32 on the device: its first word says whose turn it is.
+            device: of the kernels.
+        """
+        there = torch.device("cpu") if device.type == "cuda" else device
+        shape = (turns, samples * _WORDS)
+        self.words = torch.zeros(shape, dtype=torch.int32, device=there, pin_memory=device.type == "cuda")
+        """int32 [turns, words of a step]."""
+        parts = _split(self.words[0], samples)
         self._sampled = Sampled(
             parts[0], parts[1].view(torch.float32), parts[2].view(samples, -1),
-            parts[3].view(torch.float32).view(samples, -1),
+            parts[3].view(torch.float32).view(samples, -1), turn, self.words.stride(0),
         )  # fmt: skip
 
     def first(self, samples: int) -> Sampled:
         """Entries 0 .. samples - 1."""
         s = self._sampled
-        return Sampled(s.tokens[:samples], s.logprobs[:samples], s.top_ids[:samples], s.top_logprobs[:samples])
-
-    def copied_words(self, samples: int, plain: bool) -> int:
-        """Words that must come back for so many samples; `plain` if only their tokens are wanted."""
-        return samples if plain else len(self.words)
+        parts = (s.tokens[:samples], s.logprobs[:samples], s.top_ids[:samples], s.top_logprobs[:samples])
+        return Sampled(*parts, s.turn, s.turn_words)
 
 
 def row_results(words: Int32, rows: list[tuple[int, RowSampling]], plain: bool) -> tuple[RowResult, ...]:
-    """The results of samples 0, 1, .. from a copy of `SampleResults.words`; `plain` if only tokens are wanted."""
+    """The results of samples 0, 1, .. from a step's words of `SampleResults`; `plain` if only tokens are wanted."""
     tokens = words[: len(rows)].tolist()
     if plain and min(tokens, default=0) >= 0:
         return decode_results([row for row, _ in rows], tokens)

@@ -19,6 +19,8 @@ class DeviceState:
         self.words = torch.zeros(layout.words, dtype=torch.int32, device=device)
         self.staging = torch.zeros(HEADER_WORDS + 2 * layout.max_pairs, dtype=torch.int32, device=device)
         """Where a step's pairs arrive."""
+        self.turn = self.staging[1:2]
+        """Number of the step's slot: the header's second word."""
         self.last_token = self.view(layout.last_token).view(-1)
         self.page_table = self.view(layout.page_table)
         self.token = self.view(layout.token).view(-1)
