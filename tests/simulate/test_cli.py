@@ -48,6 +48,8 @@ def test_points_with_bands_and_a_page(tmp_path: Path, trace: str, capsys: pytest
     shown = capsys.readouterr().out
     points = [load_point(path) for path in sorted(out.glob("*.json"))]
     assert len(points) == 4 and (out / "index.html").exists() and "m3 on gb300 dp2tp4" in shown
+    assert "formats nvfp4, kernels vllm-0.24 of 2026-" in shown and "(--kernels: " in shown
+    assert "drafter eagle3-gqa-m3:3\n" in shown
     for point in points:
         assert point.source == "simulated" and point.band is not None and 0 < point.band.relative < 1
         slow, fast, speeds = point.band.slow.interactivity, point.band.fast.interactivity, point.metrics.interactivity
@@ -164,7 +166,7 @@ def test_published_replays_are_judged_by_configuration_or_by_frontier(tmp_path: 
     third = [point(n + 1, 3.0 * speed, 0.7 * rate) for n, (speed, rate) in enumerate(published)]
     found = {"m3-b300": [b300, other, third], "m3-vr": [[point(1, 150.0, 100_000)]]}
     found |= {"m3-gb200": [[point(1, 200.0, 40_000)]], "m3.1-vr": [[point(1, 700.0, 3_000)]]}
-    results, lines = judged(found, [])
+    results, lines = judged(found, [], 3600.0)
     by_name = {one["point"]: one for one in results}
     first = by_name["M3 on B300, AgentX, tp2, 24 trees"]
     assert first["tok_s_chip_error"] == pytest.approx(-0.1) and first["tok_s_user_error"] == pytest.approx(0.5)
@@ -177,9 +179,9 @@ def test_published_replays_are_judged_by_configuration_or_by_frontier(tmp_path: 
     assert ratio["low"] is None, "slower by a fifth, Vera Rubin does not reach 150"
     fastest = by_name["M3.1-Flash, Vera Rubin, fastest"]
     assert (fastest["predicted"], fastest["low"], fastest["high"]) == pytest.approx((700, 560, 875))
-    swapped = judged({"m3-b300": [[b300[1], b300[0], *b300[2:]]]}, [])[1]
+    swapped = judged({"m3-b300": [[b300[1], b300[0], *b300[2:]]]}, [], 3600.0)[1]
     assert any("not in the published order" in line for line in swapped)
-    assert any("no figures" in line for line in judged({"m3-b300": [[base_without(base), *b300[1:]]]}, [])[1])
+    assert any("no figures" in line for line in judged({"m3-b300": [[base_without(base), *b300[1:]]]}, [], 3600.0)[1])
 
 
 def base_without(point: Point) -> Point:
@@ -208,7 +210,7 @@ def test_a_published_replay_is_run_in_its_configurations(
         return run_points(plan, **more)
 
     monkeypatch.setattr(simulate_run, "run_points", counting)
-    more = ["--case", "m3-b300", "--duration", "60", "--platform", "b200", "--seeds", "2"]
+    more = ["--case", "m3-b300", "--duration", "60", "--platform", "b300", "--seeds", "2"]
     assert main(["simulate", "validate", "--agentx", trace, *more, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     found = shown["agentx"]
@@ -218,7 +220,8 @@ def test_a_published_replay_is_run_in_its_configurations(
     assert all(len(one["tok_s_user_seeds"]) == 2 for one in found) and shown["agentx_sessions"]["turns_mean"] > 1
     assert main(["simulate", "validate", "--agentx", trace, *more]) == 0
     text = capsys.readouterr().out
-    assert "sessions as those of AgentX sessions cc-traces-weka-062126" in text and "2 seeds" in text
+    assert "sessions as those of AgentX sessions cc-traces-weka-062126" in text and "2 seeds, 60 s a point" in text
+    assert text.startswith("sessions as those") and "no bands were made: --band" in text
 
 
 def test_sessions_like_a_corpus(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -351,6 +354,9 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["what-if", "--kernel", "experts=2", "--locality"], "say what is changed"),
         (["what-if", "--chip-value", "magic=2"], "no magic is known"),
         (["validate", "--platform", "b9000"], "b9000"),
+        (["validate", "--platform", "b9000", "--agentx", "x"], "b9000"),
+        (["validate", "--platform", "b300"], "published session replays alone: give --agentx TRACES"),
+        (["validate", "--platform", "b300", "--agentx", "x", "--case", "m3-vr"], "m3-vr is of platform vr-nvl72"),
         (["fit"], "--tables DIR"),
         (["fit", "--tables", "nowhere", "--platform", "b9000"], "b9000"),
         (["fit", "--measure", "x", "--points", "nowhere.json"], "nowhere.json"),

@@ -40,6 +40,14 @@ def test_a_step_launched_behind_another_begins_when_that_ends() -> None:
     assert (tally.steps, tally.busy_ns) == (3, 340), "host time that is not hidden is not the device's"
 
 
+def test_a_step_launched_after_an_unread_one_has_ended_does_not_begin_in_the_past() -> None:
+    clock = VirtualClock(1000)
+    device, _ = executor(clock)
+    assert device.launch(plan(1)).end_ns == 1117
+    clock.advance(500)
+    assert device.launch(plan(2)).end_ns == 1500 + 117
+
+
 def test_ranks_that_begin_together_end_together() -> None:
     together = Lockstep(3)
     assert together.stretched(0, 0, 100) == 100

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
 from longturn.bench.traces.tree import SessionTree
+from longturn.engine.loop import Engine
 from longturn.engine.pacing import StepTimeModel
+from longturn.simulate import own_replay
 from longturn.simulate.own_replay import Done, RequestTime, replay
 from longturn.simulate.own_sessions import own_trees
 from longturn.simulate.replicas import EngineSpec
@@ -68,6 +71,30 @@ def test_lanes_take_sessions_in_order_and_compute_their_first_turn() -> None:
     first = found[1].root.requests[0].input_tokens
     assert between > round(found[1].root.requests[1].gap_s * 1e9) + 10_000 * first, "nothing is shared with the last"
     assert done[each].cached_tokens > 0
+
+
+@pytest.mark.parametrize(("pages", "host_pages", "lanes"), [(4096, 0, 2), (60, 0, 3), (60, 200, 3)])
+def test_turns_that_are_taken_together_change_nothing(
+    pages: int, host_pages: int, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = own_trees([tree(f"t{n}", turns=12, start=320 + 32 * n, step=64, out=90 + 41 * n) for n in range(4)])
+    times = RequestTime((0.0,), (3.3 * MS,), apart=False)
+    run = engine(PlainModel(fixed=MS), pages=pages, host_pages=host_pages), found, lanes, 20.0, times
+    calls: list[int] = []
+    results = []
+    step = Engine.step
+
+    def counted(self: Engine) -> Any:
+        calls[-1] += 1
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    for one_by_one in (False, True):
+        if one_by_one:
+            monkeypatch.setattr(own_replay, "ahead_of", lambda *_: None)
+        calls.append(0)
+        results.append(replay(*run))
+    assert results[0] == results[1] and results[0].done and calls[0] < calls[1] / 2
 
 
 def test_two_replays_are_the_same_and_longer_steps_never_serve_more() -> None:

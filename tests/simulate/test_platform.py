@@ -127,6 +127,8 @@ def test_an_unknown_key_is_named(path: tuple[str, ...]) -> None:
         ("guessed", (*FAMILY, "attention", "fp8-fp8", "basis")),
         ([1, 2], (*FAMILY, "all_reduce", "ranks", "4", "bytes")),
         ({}, (*FAMILY, "experts")),
+        ({}, ("calibration",)),
+        ([1, 2], ("calibration",)),
         ("none", ("default_family",)),
     ],
 )

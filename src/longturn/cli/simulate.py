@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--at", action="append", type=float, metavar="X", help="with --sweep, name the winner here, tok/s; repeatable"
     )
+    parser.add_argument(
+        "--agents", type=int, metavar="N", help="with --sweep and --at, how many chips N sessions at once need"
+    )
     parser.add_argument("--no-band", action="store_true", help="leave out the two runs that give the uncertainty band")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes [1]")
     parser.add_argument("--name", metavar="TEXT", help="name of the curve [model, platform and layout]")
@@ -134,8 +137,10 @@ def run(args: argparse.Namespace) -> int:
     check_arguments(args)
 
     import json
+    from dataclasses import asdict
 
-    from longturn.cli.simulate_point import points_text, reasons_text
+    from longturn.cli.simulate_fleet import fleet_lines, fleet_points, fleets
+    from longturn.cli.simulate_point import assumptions_text, points_text, reasons_text
     from longturn.cli.simulate_run import run_points
     from longturn.cli.simulate_setup import plan_simulation
     from longturn.cli.simulate_sweep import sweep_text, winners
@@ -148,21 +153,29 @@ def run(args: argparse.Namespace) -> int:
     check_writable(out)
     left_out = list(plan.left_out)
     progress = _progress if sys.stderr.isatty() else None
-    points: list[Point] = run_points(plan, jobs=args.jobs, progress=progress, left_out=left_out)
+    at, agents = args.at or [], args.agents
+    also = None if agents is None else lambda found: fleet_points(found, at, agents)
+    points: list[Point] = run_points(plan, jobs=args.jobs, progress=progress, left_out=left_out, also_banded=also)
     for point in points:
         save_point(point, out / f"simulate-{_slug(point.configuration)}-{point.concurrency:04d}.json")
     page = out / "index.html"
     write_sweep(points, "Simulated agent sessions", page)
-    best = winners(points, args.at or []) if args.sweep else []
+    best = winners(points, at) if args.sweep else []
+    needed = [] if agents is None else fleets(points, at, agents)
     if args.json:
         shown = [json.loads(point_to_json(point)) for point in points]
-        print(json.dumps({"points": shown, "winners": best, "left_out": left_out} if args.sweep else shown))
+        swept = {"points": shown, "winners": best, "left_out": left_out}
+        if agents is not None:
+            swept["fleets"] = [None if one is None else asdict(one) for one in needed]
+        print(json.dumps(swept if args.sweep else shown))
     else:
         print(points_text(points), end="\n\n")
+        print(assumptions_text(plan), end="\n\n")
         if reasons := reasons_text(points):
             print(reasons, end="\n\n")
         if args.sweep:
-            print(sweep_text(points, best), end="\n\n")
+            print(sweep_text(points, best))
+            print("".join(f"{line}\n" for line in fleet_lines(needed, at if needed else [], agents or 0)))
         for line in left_out:
             print(f"left out: {line}")
         print(f"results: {out}\npage:    {page.resolve().as_uri()}")
@@ -180,6 +193,10 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ConfigError(f"--at must be more than 0, not {value}")
     if args.at and not args.sweep:
         raise ConfigError("--at needs --sweep: it names the best of its layouts")
+    if args.agents is not None:
+        check_number("--agents", args.agents, 1)
+        if not args.at:
+            raise ConfigError("--agents needs --sweep and --at: the speed that each of them is to have")
     if args.events is not None and (args.jobs > 1 or args.sweep):
         raise ConfigError("--events needs one process and no --sweep: its lines are those of the points in order")
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longturn.cli.options import check_number
+from longturn.cli.options import add_file_and_sets, check_number
 from longturn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,10 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     here = parser.add_argument_group("from this machine")
     here.add_argument("--measure", metavar="FILE", help="measure steps of the engine here, and write a platform file")
     here.add_argument("--model", metavar="DIR", help="model directory or GGUF file [the embedded model]")
-    here.add_argument("--config", metavar="FILE", help="YAML file with settings, as for `longturn serve`")
-    here.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", dest="sets", help="a setting; may be repeated"
-    )
+    add_file_and_sets(here)
     here.add_argument("--repeats", type=int, default=5, metavar="N", help="timings of each step [5]")
     here.add_argument(
         "--points",

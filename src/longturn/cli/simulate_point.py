@@ -229,6 +229,18 @@ def points_text(points: Sequence[Point]) -> str:
     return table(head, rows)
 
 
+def assumptions_text(plan: SimulationPlan) -> str:
+    """What was simulated, where a choice moves results: formats, kernels, drafts."""
+    target = plan.target
+    if isinstance(target, StepsPlatform):
+        return f"whole steps as measured: {target.source}, {target.date}"
+    family = target.platform.family(target.options.family)
+    others = ", ".join(sorted(name for name in target.platform.families if name != family.name))
+    drafter = plan.args.drafter or "none"
+    kernels = f"{family.name} of {family.date}{f' (--kernels: {others})' if others else ''}"
+    return f"formats {plan.args.formats}, kernels {kernels}, drafter {drafter}"
+
+
 def reasons_text(points: Sequence[Point]) -> str:
     """Why points are not valid, each reason once; empty if all are."""
     found: dict[str, int] = {}

@@ -46,6 +46,10 @@ class Case:
     published: str = ""
     """A group of `published.toml` that states layout, trees and host memory of each of its points: those are run."""
 
+    @property
+    def platform(self) -> str:
+        return self.words[self.words.index("--platform") + 1]
+
 
 CASES: Mapping[str, Case] = MappingProxyType(
     {
@@ -99,7 +103,11 @@ def replays(args: argparse.Namespace, cases: Sequence[str]) -> Replays:
         lines += [f"left out: {line}" for line in left_out]
         lines += [points_text([point for points in found[name] for point in points]), ""] if args.lines else []
     described, about = load.about()
-    results, lines = judged(found, [*lines, *about, ""])
+    results, lines = judged(found, [*lines, *about, ""], args.duration)
+    if not args.band:
+        lines.append(
+            "no bands were made: --band repeats points with all steps slower and faster, in three times as long"
+        )
     return Replays(results, lines, described)
 
 
@@ -162,13 +170,16 @@ def _simulated(load: _Load, case: Case, seed: int, left_out: list[str]) -> list[
     return [by_run[key] for key in wanted]
 
 
-def judged(found: dict[str, list[list[Point]]], lines: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+def judged(
+    found: dict[str, list[list[Point]]], lines: list[str], duration_s: float
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Simulated points of some cases beside what is published: for a program, and as lines for people.
 
     Args:
         found: by case, for each seed; of a case with a published configuration for each point, as many in the same
             order. Of others the first seed counts.
         lines: come first.
+        duration_s: simulated, of each point.
     """
     from longturn.simulate.published_data import groups
 
@@ -176,7 +187,7 @@ def judged(found: dict[str, list[list[Point]]], lines: list[str]) -> tuple[list[
     results: list[dict[str, Any]] = []
     for name, seeds in found.items():
         if CASES[name].published:
-            _configured(published[CASES[name].published], seeds, results, lines)
+            _configured(published[CASES[name].published], seeds, results, lines, duration_s)
     if any(not CASES[name].published for name in found):
         lines.append("by frontier: the best simulated configuration at an interactivity")
     m31 = published["M3.1-Flash on GB300 and Vera Rubin, AgentX"]
@@ -210,13 +221,14 @@ def judged(found: dict[str, list[list[Point]]], lines: list[str]) -> tuple[list[
 
 
 def _configured(
-    group: Group, seeds: Sequence[Sequence[Point]], results: list[dict[str, Any]], lines: list[str]
+    group: Group, seeds: Sequence[Sequence[Point]], results: list[dict[str, Any]], lines: list[str], duration_s: float
 ) -> None:
     """Each published point beside the runs of its own configuration: their median, and what seeds make of it."""
     from longturn.cli.simulate_run import figures_pair
 
     count = len(seeds)
-    lines.append(f"{group.name}: each point in its own configuration, {count} seed{'s' if count > 1 else ''}")
+    span = f"{count} seed{'s' if count > 1 else ''}, {duration_s:g} s a point"
+    lines.append(f"{group.name}: each point in its own configuration, {span}")
     lines.append("".join(f"  {'':<18}" if not name else f" {name:>{width}}" for name, width in _COLUMNS))
     speeds, rates = group.numbers("p90_tokens_s_user"), group.numbers("tokens_gpu_s")
     errors: list[tuple[float, float]] = []

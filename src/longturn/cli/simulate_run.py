@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, redirect_stderr
 from multiprocessing import get_context
@@ -24,7 +24,12 @@ _Task = tuple[int, int, bool]
 
 
 def run_points(
-    plan: SimulationPlan, *, jobs: int = 1, progress: Progress | None = None, left_out: list[str] | None = None
+    plan: SimulationPlan,
+    *,
+    jobs: int = 1,
+    progress: Progress | None = None,
+    left_out: list[str] | None = None,
+    also_banded: Callable[[Sequence[Point]], Iterable[int]] | None = None,
 ) -> list[Point]:
     """All points of a plan, in the order of its variants. A sweep gives bands to those of the frontier only, as whoever
     asks for `frontier_bands`.
@@ -34,6 +39,7 @@ def run_points(
         jobs: processes.
         progress: is told before each point, and at the end.
         left_out: gets a line for each point whose load is too much to even begin; None to end with the first of them.
+        also_banded: which points get a band beside those of the frontier, where only those do.
 
     Raises:
         LongturnError: a simulation cannot go on, or none can.
@@ -57,7 +63,7 @@ def run_points(
     if not points:
         raise SimulationError(left_out[-1] if left_out else "nothing was simulated")
     if best_only and band:
-        best = frontier_indices(points)
+        best = sorted({*frontier_indices(points), *(() if also_banded is None else also_banded(points))})
         again = _run(plan, [(*kept[index][:2], True) for index in best], jobs, progress)
         for index, found in zip(best, again, strict=True):
             if isinstance(found, SimulationError):

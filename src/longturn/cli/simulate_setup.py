@@ -96,15 +96,22 @@ def plan_simulation(args: argparse.Namespace, sessions: Sessions | None = None) 
     seed = args.seed if args.seed is not None else rules.seed if rules.seed is not None else _DEFAULT_SEED
     target = target_of(args, seed)
     variants, left_out = _variants(args, target, settings)
-    if not variants:
-        raise ConfigError(f"no layout of at most {args.chips} chips fits: {left_out[0]}")
-    plan = SimulationPlan(
-        args, target, tuple(variants), trees, dropped, rules, seed, concurrency(args.concurrency),
+    fitting = []
+    for variant in variants:
+        try:
+            check_fits(trees, spec_of(target, variant), variant.name)
+        except ConfigError as error:
+            if not args.sweep:
+                raise
+            left_out.append(str(error))
+        else:
+            fitting.append(variant)
+    if not fitting:
+        raise ConfigError(f"no layout of at most {args.chips} chips fits: {left_out[-1]}")
+    return SimulationPlan(
+        args, target, tuple(fitting), trees, dropped, rules, seed, concurrency(args.concurrency),
         request_ns_of(args, target), stretch, tuple(left_out),
     )  # fmt: skip
-    for variant in variants:
-        check_fits(trees, plan.spec(variant), variant.name)
-    return plan
 
 
 def target_of(args: argparse.Namespace, seed: int) -> Target | StepsPlatform:

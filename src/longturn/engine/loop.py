@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 from longturn.config import CacheConfig, SchedulerConfig
 from longturn.engine.kv_events import CacheEvents, CacheListener
+from longturn.engine.launched import ResultMismatch
+from longturn.engine.leap import Stretch, Taken
 from longturn.engine.protocols import Clock, Executor, Idling, Preparing, StepHandle
 from longturn.engine.records import EngineRequest, EngineStats, SamplingParams, StepOutputs, StepPlan
-from longturn.engine.scheduler import ResultMismatch, Scheduler
+from longturn.engine.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -138,6 +140,40 @@ class Engine:
         if not self.has_work():
             self._became_idle()
         return StepOutputs(outputs, self.stats())
+
+    def stretch(self, busy_pages: int = 0) -> Stretch | None:
+        """How many calls of `step` from now on would do the same, see `leap`; None if the next is not of that kind, if
+        each step is read before the next is launched, or if someone listens to every step.
+
+        Args:
+            busy_pages: pages whose copy to host memory is on its way.
+        """
+        if len(self._in_flight) != 1 or self._depth != 2 or self._cache_events is not None:
+            return None
+        return self._scheduler.stretch(self._in_flight[0].plan, busy_pages)
+
+    def leap(
+        self,
+        stretch: Stretch,
+        elapsed_ns: list[int],
+        turn_ns: list[int],
+        launched: Callable[[StepPlan, list[Taken]], StepHandle],
+    ) -> None:
+        """Be what the first calls of `step` of a stretch would leave, without them and their outputs.
+
+        Args:
+            stretch: found by `stretch`, since when nobody has called this engine.
+            elapsed_ns: of each step that these turns read, as their results would have it; at least one.
+            turn_ns: when each of these turns is made, and as its last the time at which the last one ends.
+            launched: gives the handle of the last step that these turns launch; is told what all of them give the
+                executor beside its work. All rows sample token 0 in all of them.
+        """
+        plan, taken = self._scheduler.leap(stretch, elapsed_ns, turn_ns[:-1])
+        self._in_flight.clear()
+        self._in_flight.append(_InFlight(plan, launched(plan, taken), self._faults))
+        self._busy_ns += turn_ns[-1] - self._busy_since_ns
+        self._busy_since_ns = turn_ns[-1]
+        self._repeated = False
 
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""

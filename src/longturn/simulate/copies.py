@@ -90,6 +90,11 @@ class PageCopies:
         self._give(now_ns)
         return start_ns
 
+    def busy_pages(self, now_ns: int) -> int:
+        """Pages that copies are touching."""
+        self._on_page.forget(now_ns)
+        return len(self._on_page)
+
     def ended(self, plan: StepPlan, clock: VirtualClock) -> tuple[int, ...]:
         """Pages that have been loaded since the last call; waits for one if the plan has no work and any is ordered."""
         self._settle(clock.now_ns())

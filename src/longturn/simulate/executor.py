@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longturn.engine.clock import VirtualClock
+from longturn.engine.leap import Taken
 from longturn.engine.protocols import ExecutorInfo
 from longturn.engine.records import RowResult, StepPlan, StepResult
 from longturn.simulate.copies import PageCopies
-from longturn.simulate.pricing import StepModel, shape_of
+from longturn.simulate.cost.step import StepShape
+from longturn.simulate.pricing import StepModel, shape_of, shapes_after
 from longturn.simulate.tally import Tally
 
 _TOKEN = (0,)
@@ -22,7 +24,7 @@ _TOKEN = (0,)
 class SimulatedStep:
     """A step in flight; implements `engine.protocols.StepHandle`."""
 
-    __slots__ = ("_clock", "_executor", "_plan", "_rows", "_step_ns", "end_ns")
+    __slots__ = ("_clock", "_executor", "_plan", "_rows", "end_ns", "step_ns")
 
     def __init__(
         self,
@@ -37,7 +39,8 @@ class SimulatedStep:
         self._plan = plan
         self._rows = rows
         self._clock = clock
-        self._step_ns = step_ns
+        self.step_ns = step_ns
+        """As its result will tell: without waits before it."""
         self.end_ns = end_ns
 
     def done(self) -> bool:
@@ -48,7 +51,7 @@ class SimulatedStep:
         if left_ns > 0:
             self._clock.advance(left_ns)
         loaded = self._executor.read(self, self._plan)
-        return StepResult(self._plan.step_id, tuple(self._rows), self._step_ns, loaded)
+        return StepResult(self._plan.step_id, tuple(self._rows), self.step_ns, loaded)
 
 
 class Lockstep:
@@ -110,8 +113,9 @@ class SimulatedExecutor:
         self._lockstep = lockstep
         self._rank = rank
         self._copies = copies
-        self._end_ns = -1
-        self._last: SimulatedStep | None = None
+        self.end_ns = -1
+        """When the step launched last ends."""
+        self.last: SimulatedStep | None = None
         """The step launched last, until it is read."""
         self._results = tuple(RowResult(row, _TOKEN) for row in range(info.rows))
 
@@ -122,29 +126,70 @@ class SimulatedExecutor:
     def launch(self, plan: StepPlan) -> SimulatedStep:
         model = self._model
         now_ns = self._clock.now_ns()
-        idle = self._last is None and now_ns > self._end_ns
-        start_ns = now_ns if idle else self._end_ns
+        idle = now_ns > self.end_ns  # also where a step that has ended was not read: its host was busy otherwise
+        start_ns = now_ns if idle else self.end_ns
         if self._copies is not None:
             start_ns = self._copies.begin(plan, start_ns, now_ns)
         step_ns = ns = 0
         if plan.work:
             shape = shape_of(plan.work, model.tokens_per_row, model.attend_limit)
-            step_ns = ns = round(model.step_ns(shape) * self._scale)
+            step_ns = ns = self.step_ns(shape)
             self._tally.add(shape, step_ns)
             if idle:
                 ns += model.exposed_ns(shape)
             if self._lockstep is not None:
                 ns = self._lockstep.stretched(self._rank, start_ns, ns)
-        self._end_ns = start_ns + ns
+        return self._launched(plan, step_ns, start_ns + ns)
+
+    def _launched(self, plan: StepPlan, step_ns: int, end_ns: int) -> SimulatedStep:
+        self.end_ns = end_ns
         results = self._results
         rows = [results[item.row] for item in plan.work if item.samples]
-        self._last = SimulatedStep(self, plan, rows, self._clock, step_ns, self._end_ns)
-        return self._last
+        self.last = SimulatedStep(self, plan, rows, self._clock, step_ns, end_ns)
+        return self.last
+
+    @property
+    def busy_pages(self) -> int | None:
+        """Pages that copies are touching; None where a step's time depends on other ranks."""
+        if self._lockstep is not None:
+            return None
+        return 0 if self._copies is None else self._copies.busy_pages(self._clock.now_ns())
+
+    def step_ns(self, shape: StepShape) -> int:
+        """How long a step takes that waits for nothing."""
+        return round(self._model.step_ns(shape) * self._scale)
+
+    def shapes(self, plan: StepPlan, steps: int) -> list[StepShape]:
+        """Of steps after this one, which decodes, if its rows go on."""
+        return shapes_after(plan.work, steps, self._model.tokens_per_row, self._model.attend_limit)
+
+    def leapt(
+        self, plan: StepPlan, shapes: Sequence[StepShape], step_ns: Sequence[int], turn_ns: Sequence[int],
+        taken: Sequence[Taken],
+    ) -> SimulatedStep:  # fmt: skip
+        """Steps of the same rows were launched one after the other, and all but the last of them were read.
+
+        Args:
+            plan: of the last.
+            shapes: of all.
+            step_ns: how long they take, as `after` says.
+            turn_ns: when each was launched, and when the last one begins.
+            taken: what beside their work they were given.
+        """
+        for shape, ns in zip(shapes, step_ns, strict=True):
+            self._tally.add(shape, ns)
+        end_ns = turn_ns[-1] + step_ns[-1]
+        if self._copies is not None:
+            for one in taken:
+                plain = StepPlan(plan.step_id, (), new_pages=one.new_pages, save_pages=one.save_pages)
+                self._copies.begin(plain, turn_ns[one.number], turn_ns[one.number])
+        self._clock.advance(turn_ns[-1] - self._clock.now_ns())
+        return self._launched(plan, step_ns[-1], end_ns)
 
     def read(self, step: SimulatedStep, plan: StepPlan) -> tuple[int, ...]:
         """A step's result is being read; the pages whose load has come to its end since the last."""
-        if self._last is step:
-            self._last = None
+        if self.last is step:
+            self.last = None
         return () if self._copies is None else self._copies.ended(plan, self._clock)
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from longturn.simulate.executor import SimulatedExecutor
 from longturn.simulate.pricing import StepModel
 from longturn.simulate.prompts import TracePrompts
 from longturn.simulate.replicas import EngineSpec
+from longturn.simulate.stretches import ahead_of
 from longturn.simulate.tally import Tally
 
 _POLL_NS = 5_000_000
@@ -173,12 +174,14 @@ class _Replay:
         executor = SimulatedExecutor(
             spec.info, self._switch, self._clock, self._tally, scale=spec.scale, copies=copies
         )  # fmt: skip
+        self._executor = executor
         passing = _Passing(executor, self._switch)
         self._engine = Engine(
             passing, spec.scheduler, spec.cache, self._clock, check_interval_ns=_CHECK_INTERVAL_NS
         )  # fmt: skip
         self._time = time
         self._taken = 0
+        self._end_ns = 0
         self._lanes = [_Lane(self._next()) for _ in range(lanes)]
         self._done: list[Done] = []
 
@@ -194,7 +197,7 @@ class _Replay:
         self._switch.computing = True
         self._tally.clear()
         before = self._engine.stats()
-        end_ns = self._clock.now_ns() + span_ns
+        self._end_ns = end_ns = self._clock.now_ns() + span_ns
         while self._clock.now_ns() < end_ns:
             self._turn()
         # The call that crosses the end still counts what it brings, as the clock is only looked at between calls.
@@ -222,9 +225,29 @@ class _Replay:
             next_ns = min(lane.due_ns if lane.name is None else lane.ready_ns for lane in self._lanes)
             self._clock.advance(max(1, min(next_ns - self._clock.now_ns(), _POLL_NS)))
             return True
+        if self._switch.computing and self._took_several():
+            return True
         outputs = self._engine.step()
         if outputs is not None:
             self._apply(outputs)
+        return True
+
+    def _took_several(self) -> bool:
+        """Take the turns up to the next one that has something to send, if all they do is decode."""
+        idle = [
+            lane.due_ns if lane.name is None else lane.ready_ns
+            for lane in self._lanes
+            if lane.name is None or lane.held
+        ]
+        quiet_ns = min([*idle, self._end_ns])
+        ahead = ahead_of(self._engine, self._executor, self._clock.now_ns(), quiet_ns)
+        if ahead is None:
+            return False
+        decoding = set(ahead.request_ids)
+        turns = ahead.take(ahead.end_ns)
+        for lane in self._lanes:
+            if lane.name in decoding:
+                lane.tokens += turns
         return True
 
     def _send(self, lane: _Lane, now_ns: int) -> None:

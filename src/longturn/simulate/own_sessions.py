@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -32,6 +33,9 @@ from longturn.simulate.tally import MOST_BAND
 MOST_TOKENS, LEAST_TURNS, START, MOST_GAP_S, MOST_OUTPUT, MOST_TURNS = 120_000, 10, 0.4, 3.0, 1200, 24
 OWN_FAMILY = "longturn"
 """Kernels of our own, and with them our engine."""
+NEAR = (-0.02, -0.01, 0.0, 0.01, 0.02)
+"""Figures are medians of runs whose steps take so much longer: which prompts meet in a step hangs on less than steps
+are known to, and of 48 first tokens the fifth slowest is 85 or 127 ms by it."""
 MORE_SESSIONS = 4
 """Prepared beside those that start; when they have been taken too, the first comes again."""
 
@@ -56,10 +60,13 @@ class SessionFigure:
     name: str
     """Column of the group."""
     predicted: float
+    """Median of the runs of `NEAR`."""
     slow: float
     """With all steps longer by the band."""
     fast: float
     measured: float
+    near: tuple[float, ...] = ()
+    """Of the runs of `NEAR`, in its order."""
 
     @property
     def error(self) -> float:
@@ -68,8 +75,8 @@ class SessionFigure:
 
     @property
     def band(self) -> tuple[float, float]:
-        """Least and most: a closed loop is chaotic, and the prediction need not lie between the ends' runs."""
-        ends = (self.slow, self.predicted, self.fast)
+        """Least and most: a closed loop is chaotic, and a prediction need not lie between the ends' runs."""
+        ends = (self.slow, self.predicted, self.fast, *self.near)
         return min(ends), max(ends)
 
     @property
@@ -96,7 +103,7 @@ class SessionPoint:
     band: float
     """Relative half-width of the time of steps, its two sources together."""
     run_band: float
-    """Of it, what steps of other measured runs differ by; see `run_residuals`."""
+    """Of it, what steps of other measured runs differ by; see `run_residual`."""
 
 
 def own_trees(trees: Sequence[SessionTree]) -> list[SessionTree]:
@@ -180,11 +187,13 @@ class _Run:
         self._trees = ordered(group, trees)[: most + MORE_SESSIONS]
         self._rows = most
         self._nominal = self._replayed(1.0)
+        scales = NEAR if group.judged else (0.0,)
+        self._near = [figures_of((self._replayed(1.0 + one) if one else self._nominal).done) for one in scales]
         self.step_band = self._nominal.tally.band
 
     def _replayed(self, scale: float) -> Replayed:
-        spec, seconds = _spec(self.group, self._rows, scale), float(self.group.number("seconds"))
-        found = replay(spec, self._trees, self.sessions, seconds, _request_time(self.group))
+        spec, seconds = group_spec(self.group, self._rows, scale), float(self.group.number("seconds"))
+        found = replay(spec, self._trees, self.sessions, seconds, request_time(self.group))
         if not found.done:
             raise ConfigError(f"{self.group.name}: no simulated request ends within {seconds:g} s")
         return found
@@ -192,15 +201,15 @@ class _Run:
     def simulated(self, band: float, run_band: float = 0.0) -> SessionPoint:
         """The point with a band of that half-width."""
         ends = [figures_of(self._replayed(1.0 + sign * band).done) for sign in (1.0, -1.0)]
-        nominal, group = figures_of(self._nominal.done), self.group
-        figures = tuple(
-            SessionFigure(name, nominal[name], ends[0][name], ends[1][name], group.numbers(name)[self._place])
-            for name in FIGURES
-            if name in group.values
-        )
+        group, figures = self.group, []
+        for name in FIGURES:
+            if name in group.values:
+                near = tuple(one[name] for one in self._near)
+                predicted, measured = statistics.median(near), group.numbers(name)[self._place]
+                figures.append(SessionFigure(name, predicted, ends[0][name], ends[1][name], measured, near))
         return SessionPoint(
             group.name, group.text("platform"), group.judged, group.note, self.sessions, len(self._nominal.done),
-            int(group.numbers("requests")[self._place]), figures, band, run_band,
+            int(group.numbers("requests")[self._place]), tuple(figures), band, run_band,
         )  # fmt: skip
 
 
@@ -232,7 +241,8 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def _request_time(group: Group) -> RequestTime | None:
+def request_time(group: Group) -> RequestTime | None:
+    """What a request costs outside of steps, where the group says it."""
     if "request_context" not in group.values:
         return None
     milliseconds = group.numbers("request_ms")
@@ -240,7 +250,8 @@ def _request_time(group: Group) -> RequestTime | None:
     return RequestTime(group.numbers("request_context"), tuple(value * 1e6 for value in milliseconds), apart)
 
 
-def _spec(group: Group, rows: int, scale: float) -> EngineSpec:
+def group_spec(group: Group, rows: int, scale: float) -> EngineSpec:
+    """The engine that a group of runs was measured on; every step takes `scale` times as long."""
     settings: dict[str, Any] = {
         "scheduler.max_running": rows,
         "scheduler.step_tokens": group.number("step_tokens"),

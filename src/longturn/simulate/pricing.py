@@ -89,3 +89,17 @@ def shape_of(work: Sequence[RowWork], tokens_per_row: int, attend_limit: int) ->
             samples += item.samples
     tokens = rows * tokens_per_row
     return StepShape(rows, tokens, context, attended * tokens_per_row, tuple(chunks), tokens + samples)
+
+
+def shapes_after(work: Sequence[RowWork], steps: int, tokens_per_row: int, attend_limit: int) -> list[StepShape]:
+    """Shapes of the steps after one that decodes, if its rows go on: as `shape_of` has them."""
+    rows, tokens = len(work), len(work) * tokens_per_row
+    seen = [item.start + tokens_per_row for item in work]
+    context = sum(seen)
+    growing = [one for one in seen if one < attend_limit]
+    full = (rows - len(growing)) * attend_limit
+    found = []
+    for more in range(1, steps + 1):
+        attended = full + sum(min(one + more, attend_limit) for one in growing)
+        found.append(StepShape(rows, tokens, context + more * rows, attended * tokens_per_row, (), tokens))
+    return found

@@ -64,7 +64,8 @@ class TracePrompts:
         if len(self._zeros) < _TOKEN_BYTES * tokens:
             self._zeros = bytes(_TOKEN_BYTES * tokens)
         # The last token differs from request to request, so that pages which generated tokens fill never share a name.
-        prompt = self._zeros[: _TOKEN_BYTES * (tokens - 1)] + (number & 0x7FFFFFFF).to_bytes(_TOKEN_BYTES, "little")
+        last = (number & 0x7FFFFFFF).to_bytes(_TOKEN_BYTES, "little")
+        prompt = b"".join((memoryview(self._zeros)[: _TOKEN_BYTES * (tokens - 1)], last))
         return EngineRequest(
             request_id=f"{live.name}/{key.conversation}.{key.index}#{number}",
             prompt=prompt,

@@ -8,8 +8,9 @@ in a process of its own sees new requests between its steps.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from longturn.config import CacheConfig, SchedulerConfig
@@ -22,6 +23,7 @@ from longturn.simulate.acceptance import Acceptance
 from longturn.simulate.copies import PageCopies
 from longturn.simulate.executor import Lockstep, SimulatedExecutor
 from longturn.simulate.pricing import StepModel
+from longturn.simulate.stretches import Ahead, ahead_of
 from longturn.simulate.tally import Tally
 
 _CHECK_INTERVAL_NS = 3_600_000_000_000
@@ -51,7 +53,7 @@ class EngineSpec:
 class Replica:
     """One engine and the requests that have reached it between two of its steps."""
 
-    __slots__ = ("_clock", "_inbox", "busy", "engine", "number", "tally")
+    __slots__ = ("_clock", "_executor", "_inbox", "ahead", "busy", "engine", "number", "tally", "wake")
 
     def __init__(
         self,
@@ -76,25 +78,34 @@ class Replica:
             rank=rank,
             copies=copies,
         )
+        self._executor = executor
         self.engine = Engine(
             executor, spec.scheduler, spec.cache, self._clock, events, check_interval_ns=_CHECK_INTERVAL_NS
         )
         self.busy = False
-        """It has been called, and its answer lies in the future."""
+        """It has been called, or will be, and its answer lies in the future."""
+        self.ahead: Ahead | None = None
+        """Turns that nobody has taken yet."""
+        self.wake = 0
+        """Of the event that ends them; others have come too late."""
 
     def arrive(self, request: EngineRequest) -> None:
         """A request is there; the engine takes it at its next turn."""
         self._inbox.append(request)
 
-    def turn(self, now_ns: int, refused: Callable[[str, RequestError], None]) -> tuple[int, StepOutputs] | None:
-        """Take what has arrived and run one step.
+    def turn(
+        self, now_ns: int, refused: Callable[[str, RequestError], None], quiet_ns: float = math.inf
+    ) -> tuple[int, StepOutputs | None] | None:
+        """Take what has arrived, and run one step or foresee several.
 
         Args:
             now_ns: not before the last turn's end.
             refused: is told of requests that the engine does not take.
+            quiet_ns: something happens to this engine then; a hint.
 
         Returns:
-            When the step's results are there, and what they are; None if there is nothing to do.
+            When the step's results are there, and what they are, None if it is turns that were foreseen (`ahead`); None
+            if there is nothing to do.
         """
         self._clock.advance(now_ns - self._clock.now_ns())
         while self._inbox:
@@ -103,6 +114,20 @@ class Replica:
                 self.engine.add(request)
             except RequestError as error:
                 refused(request.request_id, error)
+        self.ahead = ahead_of(self.engine, self._executor, now_ns, quiet_ns)
+        if self.ahead is not None:
+            self.busy = True
+            return self.ahead.end_ns, None
+        return self.step()
+
+    def take(self, now_ns: int) -> tuple[Sequence[str], int]:
+        """Take the turns that were foreseen and have ended: the requests that got a token in each, and how many."""
+        ahead, self.ahead = self.ahead, None
+        assert ahead is not None, "no turns were foreseen"
+        return ahead.request_ids, ahead.take(now_ns)
+
+    def step(self) -> tuple[int, StepOutputs | None] | None:
+        """One step where the engine's clock stands; what has arrived waits for the next."""
         outputs = self.engine.step()
         self.busy = outputs is not None
         return None if outputs is None else (self._clock.now_ns(), outputs)

@@ -1,18 +1,15 @@
 """A replay of session trees against simulated engines: `bench agentx` in virtual time.
 
 Sessions, start points, pauses, joins and recycling are `bench.schedule`, the same code that drives a real server; what
-comes out is the same `Measurement`. One heap orders everything that happens by time, then by kind, then by number, so
-equal inputs give equal runs to the byte.
+comes out is the same `Measurement`. What happens in which order is `timeline`'s.
 """
 
 from __future__ import annotations
 
 import gc
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from longturn.bench.agentx import AgentTurn, Measurement
 from longturn.bench.lanes import LiveTree, Send, to_ns
@@ -22,16 +19,14 @@ from longturn.bench.server_samples import ServerHistory, ServerState, interval_s
 from longturn.bench.synth import RequestKey
 from longturn.bench.traces.tree import SessionTree
 from longturn.bench.validity import Conduct
-from longturn.engine.records import EngineRequest, StepOutputs
+from longturn.engine.records import StepOutputs
 from longturn.errors import LongturnError, RequestError
 from longturn.simulate.flights import Flight, turn_of
 from longturn.simulate.prompts import TracePrompts
-from longturn.simulate.replicas import EngineSpec, Replica, make_replicas
+from longturn.simulate.replicas import EngineSpec, make_replicas
 from longturn.simulate.router import make_router
 from longturn.simulate.tally import Tally, merged
-
-_STEP, _ARRIVAL = 0, 1
-"""Kinds of events; at one time results come before requests."""
+from longturn.simulate.timeline import Timeline
 
 
 class SimulationError(LongturnError):
@@ -70,16 +65,6 @@ class Outcome:
     """Prompt tokens that were found in host memory."""
 
 
-class _Event(NamedTuple):
-    at_ns: int
-    kind: int
-    number: int
-    """Counts up, so that no two events are equal."""
-    replica: Replica
-    outputs: StepOutputs | None
-    request: EngineRequest | None
-
-
 def simulate(
     spec: EngineSpec, run: Run, events: Callable[[str], None] | None = None, engine_events: bool = False
 ) -> Outcome:
@@ -100,6 +85,8 @@ def simulate(
 
 
 class _Simulation:
+    """Implements `timeline.Client`."""
+
     def __init__(self, spec: EngineSpec, run: Run, events: Callable[[str], None] | None, engine_events: bool) -> None:
         self._spec = spec
         self._run = run
@@ -108,9 +95,7 @@ class _Simulation:
         self._prompts = TracePrompts(run.trees)
         self._replicas = make_replicas(spec, events if engine_events else None)
         self._router = make_router(run.router, len(self._replicas))
-        self._heap: list[_Event] = []
-        self._number = 0
-        self._now_ns = 0
+        self._timeline = Timeline(self._replicas, self)
         self._origin_ns = 0
         self._flights: dict[str, Flight] = {}
         self._turns: list[AgentTurn] = []
@@ -125,7 +110,7 @@ class _Simulation:
 
     def run(self) -> Outcome:
         self._warm_up()
-        self._origin_ns = self._now_ns
+        self._origin_ns = self._timeline.now_ns
         before = [one.stats() for one in self._replicas]
         for one in self._replicas:
             one.tally.clear()
@@ -159,9 +144,10 @@ class _Simulation:
             self._warm[live.lane] = list(reversed(keys))
             self._next_warm(live)
         grace_s = self._run.rules.warmup_grace_s
-        while self._heap:
-            self._happen(heapq.heappop(self._heap))
-            if grace_s is not None and self._now_ns > to_ns(grace_s) and self._flights:
+        timeline = self._timeline
+        while timeline.next_ns is not None:
+            timeline.happen()
+            if grace_s is not None and timeline.now_ns > to_ns(grace_s) and self._flights:
                 raise SimulationError(
                     f"the warm-up took longer than {grace_s:g} s: {self._warmup_requests} requests were answered"
                 )
@@ -173,14 +159,14 @@ class _Simulation:
     # --- measurement -------------------------------------------------------------------------------------------------
 
     def _replay(self) -> None:
-        schedule, origin_ns = self._schedule, self._origin_ns
+        schedule, timeline, origin_ns = self._schedule, self._timeline, self._origin_ns
         end_ns = origin_ns + schedule.end_ns
         give_up_ns = end_ns + to_ns(self._run.rules.drain_s)
         every_ns = to_ns(interval_s(self._run.rules.duration_s))
         sample_ns = origin_ns
         while True:
             due_ns = self._next_due_ns()
-            event_ns = self._heap[0].at_ns if self._heap else None
+            event_ns = timeline.next_ns
             if schedule.closed and not schedule.in_flight:
                 return
             candidates = [at for at in (due_ns, event_ns) if at is not None]
@@ -190,28 +176,30 @@ class _Simulation:
                 self._due_known = False
                 continue
             if next_ns > give_up_ns:
+                timeline.overtake(give_up_ns)
                 self._conduct = replace(self._conduct, undrained=len(self._flights))
                 return
             while sample_ns <= next_ns:
+                timeline.overtake(sample_ns - 1)
                 self._states.append(self._state(sample_ns))
                 sample_ns += every_ns
             if event_ns is not None and event_ns == next_ns:
-                self._happen(heapq.heappop(self._heap))
+                timeline.happen()
             else:
-                self._now_ns = next_ns
+                timeline.now_ns = next_ns
                 self._dispatch()
 
     def _next_due_ns(self) -> int | None:
         """When the schedule wants something sent; asked again only after something has changed."""
         if not self._due_known:
             due_ns = self._schedule.next_ns()
-            self._due_ns = None if due_ns is None else max(self._now_ns, due_ns + self._origin_ns)
+            self._due_ns = None if due_ns is None else max(self._timeline.now_ns, due_ns + self._origin_ns)
             self._due_known = True
         return self._due_ns
 
     def _dispatch(self) -> None:
         self._due_known = False
-        for send in self._schedule.due(self._now_ns - self._origin_ns):
+        for send in self._schedule.due(self._timeline.now_ns - self._origin_ns):
             live = self._schedule.lanes[send.lane]
             if live.whole:
                 self._planned.setdefault(live.name, sum(1 for _ in live.tree.requests()))
@@ -235,49 +223,38 @@ class _Simulation:
         progress = self._spec.acceptance.progress(name, output_tokens)
         request = self._prompts.request(live, key, len(progress))
         replica = self._replicas[self._router.choose(live.marker)]
-        self._flights[request.request_id] = Flight(send, live, key, self._now_ns, replica, progress)
+        now_ns = self._timeline.now_ns
+        self._flights[request.request_id] = Flight(send, live, key, now_ns, replica, progress)
         if self._events is not None:
-            self._events(f"{self._now_ns} send {request.request_id} to {replica.number}")
-        self._push(self._now_ns + self._run.request_ns, _ARRIVAL, replica, None, request)
+            self._events(f"{now_ns} send {request.request_id} to {replica.number}")
+        self._timeline.send(replica, request, now_ns + self._run.request_ns)
 
-    def _push(
-        self, at_ns: int, kind: int, replica: Replica, outputs: StepOutputs | None, request: EngineRequest | None
-    ) -> None:
-        self._number += 1
-        heapq.heappush(self._heap, _Event(at_ns, kind, self._number, replica, outputs, request))
+    def next_send_ns(self) -> int | None:
+        return self._next_due_ns() if self._origin_ns else None  # warm-up sends what is due when an answer comes
 
-    def _happen(self, event: _Event) -> None:
-        self._now_ns = event.at_ns
-        replica = event.replica
-        if event.request is not None:
-            replica.arrive(event.request)
-            if replica.busy:
-                return
-        if event.outputs is not None:
-            self._apply(event.outputs)
-        found = replica.turn(self._now_ns, self._refused)
-        if found is not None:
-            self._push(found[0], _STEP, replica, found[1], None)
+    def gained(self, request_ids: Sequence[str], tokens: int) -> None:
+        for request_id in request_ids:
+            self._flights[request_id].steps += tokens
 
-    def _apply(self, outputs: StepOutputs) -> None:
+    def answered(self, outputs: StepOutputs) -> None:
         for output in outputs.outputs:
             flight = self._flights[output.request_id]
             count = len(output.token_ids)
             if count and not flight.steps:
-                flight.first_ns = self._now_ns
+                flight.first_ns = self._timeline.now_ns
             flight.steps += count
             if output.finish is not None:
                 flight.cached_tokens = output.cached_tokens
                 del self._flights[output.request_id]
                 self._ended(output.request_id, flight, output.error)
 
-    def _refused(self, request_id: str, error: RequestError) -> None:
+    def refused(self, request_id: str, error: RequestError) -> None:
         flight = self._flights.pop(request_id)
         overflow = error.code == "context_length_exceeded"
         self._ended(request_id, flight, f"refused: {error}", overflow)
 
     def _ended(self, request_id: str, flight: Flight, error: str | None, overflow: bool = False) -> None:
-        now_ns, live = self._now_ns, flight.live
+        now_ns, live = self._timeline.now_ns, flight.live
         self._router.ended(flight.replica.number)
         if self._events is not None:
             self._events(

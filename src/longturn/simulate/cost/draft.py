@@ -25,7 +25,18 @@ ATTEND_STREAM = 0.8
 class DraftCost:
     """Time of drafting for some rows; nothing if there is no drafter."""
 
-    __slots__ = ("_compute", "_drafter", "_fixed", "_head", "_head_compute", "_key", "_reduce", "_shape", "_stream")
+    __slots__ = (
+        "_by_rows",
+        "_compute",
+        "_drafter",
+        "_fixed",
+        "_head",
+        "_head_compute",
+        "_key",
+        "_reduce",
+        "_shape",
+        "_stream",
+    )
 
     def __init__(
         self,
@@ -38,6 +49,7 @@ class DraftCost:
         attention: AttentionConstants,
     ) -> None:
         self._drafter, self._shape = drafter, shape
+        self._by_rows: dict[int, tuple[float, float]] = {}
         if drafter is None:
             return
         tp = layout.attention_tp
@@ -67,8 +79,17 @@ class DraftCost:
         if rows == 0:
             return filled
         seen = context_tokens if drafter.window == 0 else min(context_tokens, rows * drafter.window)
-        passes, each = (1, rows * drafter.drafts) if drafter.block else (drafter.drafts, rows)
-        message = each * self._shape.hidden * 2.0
-        one = self._fixed + gemm_ns(self._stream, self._compute * each) + gemm_ns(self._head, self._head_compute * each)
-        one += seen * self._key + 2 * drafter.layers * self._reduce.ns(message)
-        return passes * one + filled
+        products, reduced = self._of_rows(drafter, rows)
+        passes = 1 if drafter.block else drafter.drafts
+        return passes * (products + (seen * self._key + reduced)) + filled
+
+    def _of_rows(self, drafter: Drafter, rows: int) -> tuple[float, float]:
+        """Matrix products and collectives of one pass; computed once for each number of rows."""
+        found = self._by_rows.get(rows)
+        if found is None:
+            each = rows * drafter.drafts if drafter.block else rows
+            message = each * self._shape.hidden * 2.0
+            head = gemm_ns(self._head, self._head_compute * each)
+            products = self._fixed + gemm_ns(self._stream, self._compute * each) + head
+            found = self._by_rows[rows] = products, 2 * drafter.layers * self._reduce.ns(message)
+        return found

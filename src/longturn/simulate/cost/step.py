@@ -29,7 +29,7 @@ class StepShape:
 
     @property
     def chunk_tokens(self) -> int:
-        return sum(count for _, count in self.chunks)
+        return sum([count for _, count in self.chunks]) if self.chunks else 0
 
     @property
     def tokens(self) -> int:
