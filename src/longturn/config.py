@@ -90,6 +90,8 @@ class CacheConfig:
     """ZeroMQ address that sends past page events again to routers that missed some; such as tcp://*:5558."""
     events_topic: str = ""
     """ZeroMQ topic of page events."""
+    events_format: Literal["maps", "arrays"] = "maps"
+    """How a page event is written: with names, as by vLLM 0.24 and later, or as an array, which older routers read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class SchedulerConfig:
     expected_output_tokens: Count = 256
     """Output that admission reserves for a request at first; learned from finished requests after that."""
     max_waiting: Count = 1024
-    """Requests that may wait; one more is refused with 429."""
+    """Requests that may wait beyond those that there are rows for; one more is refused with 429."""
     run_ahead: bool = True
     """Launch step N+1 before the result of step N is read."""
 

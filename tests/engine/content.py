@@ -111,7 +111,6 @@ class ContentExecutor:
     fail_rows: set[str] = field(default_factory=set)
     """Requests whose sampling fails."""
     plans: list[StepPlan] = field(default_factory=list)
-    row_requests: dict[int, str] = field(default_factory=dict)
     closed: bool = False
 
     def __post_init__(self) -> None:

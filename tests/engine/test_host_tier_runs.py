@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
 from longturn.engine.kv_events import CacheEvent, PagesRemoved, PagesStored
+from longturn.engine.launched import ResultMismatch
 from longturn.engine.records import FinishReason
-from longturn.engine.scheduler import ResultMismatch
 from longturn.errors import ConfigError
 from tests.engine import test_random_runs
 from tests.engine.content import Bench, make_request, random_tokens
@@ -37,11 +38,19 @@ def pushed_out(bench: TieredBench, pages: int, seed: int = 99) -> None:
     bench.run_one(make_request(f"filler{len(bench.requests)}", prompt, 1, stop=False))
 
 
+def left_the_device(
+    seed: int, tokens: int, *, output: int = 1, pages: int = 12, **settings: Any
+) -> tuple[TieredBench, list[int]]:
+    """A bench, and a prompt that was answered as "cold" and whose pages have all been pushed out since."""
+    bench = TieredBench(pages=pages, **settings)
+    prompt = random_tokens(random.Random(seed), tokens)
+    bench.run_one(make_request("cold", prompt, output))
+    pushed_out(bench, pages - 1)
+    return bench, prompt
+
+
 def test_a_prompt_that_left_the_device_comes_back_without_being_computed() -> None:
-    bench = TieredBench(pages=12)
-    prompt = random_tokens(random.Random(1), 6 * PAGE_TOKENS + 5)
-    bench.run_one(make_request("cold", prompt, 4))
-    pushed_out(bench, 11)
+    bench, prompt = left_the_device(1, 6 * PAGE_TOKENS + 5, output=4)
     stats = bench.engine.stats()
     assert stats.offloaded_pages >= 6 and stats.host_pages_cached >= 6 and stats.loaded_pages == 0
     computed = len(bench.executor.plans)
@@ -57,10 +66,7 @@ def test_a_prompt_that_left_the_device_comes_back_without_being_computed() -> No
 
 def test_others_decode_while_a_session_comes_back() -> None:
     """The returning request's copies take as long as many steps; nobody waits for them but itself."""
-    bench = TieredBench(pages=24, load_ns=20_000_000)
-    prompt = random_tokens(random.Random(2), 8 * PAGE_TOKENS + 1)
-    bench.run_one(make_request("cold", prompt, 2))
-    pushed_out(bench, 23)
+    bench, prompt = left_the_device(2, 8 * PAGE_TOKENS + 1, output=2, pages=24, load_ns=20_000_000)
     bench.add(make_request("other", [1, 2, 3], 100, stop=False))
     for _ in range(3):
         bench.step()
@@ -76,10 +82,7 @@ def test_others_decode_while_a_session_comes_back() -> None:
 
 
 def test_a_page_that_is_evicted_again_is_not_copied_again() -> None:
-    bench = TieredBench(pages=12)
-    prompt = random_tokens(random.Random(3), 6 * PAGE_TOKENS + 5)
-    bench.run_one(make_request("cold", prompt, 1))
-    pushed_out(bench, 11)
+    bench, prompt = left_the_device(3, 6 * PAGE_TOKENS + 5)
     bench.run_one(make_request("warm", prompt, 1))
     before = bench.engine.stats()
     pushed_out(bench, 11)  # the same filler: its pages that are still there, or in the host tier, are hits too
@@ -94,20 +97,14 @@ def test_a_page_that_is_evicted_again_is_not_copied_again() -> None:
 
 @pytest.mark.parametrize("copies_pages", [False, True])
 def test_a_whole_hit_on_the_host_computes_one_token(copies_pages: bool) -> None:
-    bench = TieredBench(pages=12, copies_pages=copies_pages)
-    prompt = random_tokens(random.Random(4), 5 * PAGE_TOKENS)
-    bench.run_one(make_request("cold", prompt, 3))
-    pushed_out(bench, 11)
+    bench, prompt = left_the_device(4, 5 * PAGE_TOKENS, output=3, copies_pages=copies_pages)
     final = bench.run_one(make_request("warm", prompt, 3))
     assert final.cached_tokens == 5 * PAGE_TOKENS - 1
     assert bench.engine.stats().loaded_pages == 5
 
 
 def test_two_requests_for_the_same_pages_wait_for_one_copy() -> None:
-    bench = TieredBench(pages=16)
-    prompt = random_tokens(random.Random(5), 6 * PAGE_TOKENS + 9)
-    bench.run_one(make_request("cold", prompt, 1))
-    pushed_out(bench, 15)
+    bench, prompt = left_the_device(5, 6 * PAGE_TOKENS + 9, pages=16)
     for name in ("a", "b"):
         bench.add(make_request(name, prompt, 5, stop=False))
     bench.drain()
@@ -117,10 +114,7 @@ def test_two_requests_for_the_same_pages_wait_for_one_copy() -> None:
 
 def test_a_whole_hit_on_a_page_that_is_just_being_loaded() -> None:
     """The second prompt ends with a page that the first one waits for: there is nothing on the device to copy yet."""
-    bench = TieredBench(pages=16)
-    prompt = random_tokens(random.Random(5), 6 * PAGE_TOKENS)
-    bench.run_one(make_request("cold", prompt, 1))
-    pushed_out(bench, 15)
+    bench, prompt = left_the_device(5, 6 * PAGE_TOKENS, pages=16)
     bench.add(make_request("longer", [*prompt, 1, 2, 3], 5, stop=False))
     bench.add(make_request("whole", prompt, 5, stop=False))
     bench.drain()
@@ -141,10 +135,7 @@ def test_waiting_for_copies_is_not_taken_for_a_slow_step() -> None:
 
 
 def test_an_abort_while_pages_are_on_their_way_vllm_46283() -> None:
-    bench = TieredBench(pages=12)
-    prompt = random_tokens(random.Random(6), 6 * PAGE_TOKENS + 9)
-    bench.run_one(make_request("cold", prompt, 1))
-    pushed_out(bench, 11)
+    bench, prompt = left_the_device(6, 6 * PAGE_TOKENS + 9)
     bench.add(make_request("gone", prompt, 5))
     bench.step()
     assert bench.executor.pending and bench.engine.abort("gone")
@@ -156,10 +147,7 @@ def test_an_abort_while_pages_are_on_their_way_vllm_46283() -> None:
 
 
 def test_a_copy_that_fails_costs_the_page_and_never_the_request() -> None:
-    bench = TieredBench(pages=12)
-    prompt = random_tokens(random.Random(7), 6 * PAGE_TOKENS + 9)
-    bench.run_one(make_request("cold", prompt, 1))
-    pushed_out(bench, 11)
+    bench, prompt = left_the_device(7, 6 * PAGE_TOKENS + 9)
     bench.executor.fail_copies = 1.0
     final = bench.run_one(make_request("warm", prompt, 5))
     assert final.finish in (FinishReason.STOP, FinishReason.LENGTH) and final.error is None
@@ -168,10 +156,7 @@ def test_a_copy_that_fails_costs_the_page_and_never_the_request() -> None:
 
 
 def test_a_reset_forgets_both_tiers() -> None:
-    bench = TieredBench(pages=12)
-    prompt = random_tokens(random.Random(8), 6 * PAGE_TOKENS + 9)
-    bench.run_one(make_request("cold", prompt, 1))
-    pushed_out(bench, 11)
+    bench, prompt = left_the_device(8, 6 * PAGE_TOKENS + 9)
     bench.add(make_request("on its way", prompt, 5))
     bench.step()
     bench.engine.reset_cache()
@@ -207,10 +192,7 @@ def test_an_answer_about_a_copy_that_was_not_ordered_fails_its_step(
 
 
 def test_a_wait_that_ends_without_a_copy_is_a_fault() -> None:
-    bench = TieredBench(pages=12)
-    prompt = random_tokens(random.Random(1), 6 * PAGE_TOKENS + 5)
-    bench.run_one(make_request("cold", prompt, 4))
-    pushed_out(bench, 11)
+    bench, prompt = left_the_device(1, 6 * PAGE_TOKENS + 5, output=4)
     bench.add(make_request("warm", prompt, 4))
     bench.step()
     bench.executor.pending.clear()

@@ -49,6 +49,19 @@ def test_one_slow_step_is_no_catastrophe_and_a_lasting_change_arrives() -> None:
     assert model.chunk_tokens(0, 50e6) == pytest.approx(50, abs=5)
 
 
+def test_cheaper_chunks_of_one_size_bring_every_cost_down() -> None:
+    model = StepTimeModel()
+    feed(model, random.Random(1), 60, 200_000, 30, 0.0)
+    pairs = attention_pairs(0, 256)
+    for _ in range(300):
+        model.observe(10_000_000, 4, 0, 0.0)
+        model.observe(10_000_000 + 50_000 * 256, 4, 256, pairs)
+    assert model.chunk_ns(0, 256) == pytest.approx(50_000 * 256)
+    # Both by the same share: one size says nothing of what tokens cost and what pairs.
+    assert model.per_pair_ns / model.per_token_ns == pytest.approx(30 / 200_000, rel=1.0)
+    assert model.per_token_ns < 50_000 and model.per_pair_ns < 15
+
+
 @given(
     st.lists(
         st.tuples(st.integers(1, 10**9), st.integers(0, 8), st.integers(0, 600), st.integers(0, 20_000)), max_size=40

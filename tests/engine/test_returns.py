@@ -49,7 +49,7 @@ def closed_loop(
     due = {n: (rng.randrange(SECOND), 0) for n in range(sessions)}
     flying: dict[str, int] = {}
     taken = dict.fromkeys(range(sessions), 0)
-    returns = bench.engine._scheduler.requests._returns
+    returns = bench.engine._scheduler.requests.returns
     longest_pause = longest_step = 0.0
     while due or flying:
         now = bench.clock.now_ns()
@@ -156,7 +156,7 @@ def test_none_that_lost_its_pages_passes_one_that_is_held() -> None:
         bench.step()
     prompt = random_tokens(random.Random(1), 2100)[1500:]  # of session 1
     bench.add(make_request("short", prompt, 4, stop=False, session="s1"))
-    bench.engine._scheduler.requests._returns._open_ns = 0.0
+    bench.engine._scheduler.requests.returns._open_ns = 0.0
     bench.drain()
     assert [name for _, _, name in events(bench, "hold", "recall")] == ["back", "back", "short", "short"]
 
@@ -180,7 +180,7 @@ def test_no_turn_is_held_for_ever() -> None:
     bench = thrashed()
     while not events(bench, "hold"):
         bench.step()
-    bench.engine._scheduler.requests._returns._open_ns = math.inf  # its own time never comes
+    bench.engine._scheduler.requests.returns._open_ns = math.inf  # its own time never comes
     bench.step()
     assert not events(bench, "recall")
     bench.clock.advance(300 * SECOND)

@@ -378,8 +378,9 @@ def test_malformed_requests_are_refused() -> None:
 def test_one_waiting_request_waits() -> None:
     bench = Bench(scheduler=SchedulerConfig(max_waiting=1, max_running=1))
     bench.add(make_request("r0", [0] * 300))
+    bench.add(make_request("r1", [1] * 300))
     with pytest.raises(OverloadedError, match=r"^1 request waits already, the most that may"):
-        bench.engine.add(make_request("r1", [1] * 300))
+        bench.engine.add(make_request("r2", [2] * 300))
     bench.drain()
 
 
@@ -391,20 +392,41 @@ def test_stats_are_given_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(set(counters))
         return EngineStats(**counters)
 
-    monkeypatch.setattr("longturn.engine.scheduler.EngineStats", recorded)
+    monkeypatch.setattr("longturn.engine.watching.EngineStats", recorded)
     Bench().engine.stats()
     assert given[0] == set(EngineStats._fields)
 
 
-def test_too_many_waiting_are_refused_with_429() -> None:
-    bench = Bench(scheduler=SchedulerConfig(max_waiting=2, max_running=1))
-    for index in range(2):
-        bench.add(make_request(f"r{index}", [index] * 300))
-    with pytest.raises(OverloadedError, match="2 requests wait already") as error:
-        bench.engine.add(make_request("r2", [2] * 300))
-    assert (error.value.http_status, error.value.code) == (429, "too_many_requests")
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_too_many_waiting_are_refused_with_429(steps: int) -> None:
+    """A burst finds room for as many as can run and wait, whether a step has been planned meanwhile or not."""
+    bench = Bench(scheduler=SchedulerConfig(max_waiting=2, max_running=3))
+    for index in range(5):
+        bench.add(make_request(f"r{index}", [index] * 40, max_tokens=50))
+        if index < steps:
+            bench.step()
+    for _ in range(2):
+        with pytest.raises(OverloadedError, match=r"^2 requests wait already") as error:
+            bench.engine.add(make_request("one-more", [9] * 40))
+        assert (error.value.http_status, error.value.code) == (429, "too_many_requests")
+        bench.step()
+    bench.engine.abort("r0")
+    bench.add(make_request("r5", [5] * 40))
+    with pytest.raises(OverloadedError, match=r"^2 requests wait already"):
+        bench.engine.add(make_request("r6", [6] * 40))
+    bench.drain()
+
+
+def test_rows_that_pages_cannot_fill_are_no_room_to_wait_in() -> None:
+    bench = Bench(pages=5, scheduler=SchedulerConfig(max_waiting=2, max_running=8))
+    bench.add(make_request("large", [0] * 300, max_tokens=100))
     bench.step()
-    bench.add(make_request("r2", [2] * 300))
+    bench.add(make_request("r0", [1] * 300, max_tokens=100))
+    bench.step()
+    assert (bench.engine.stats().running, bench.engine.stats().waiting) == (1, 1)
+    bench.add(make_request("r1", [2] * 300))
+    with pytest.raises(OverloadedError, match=r"^2 requests wait already"):
+        bench.engine.add(make_request("r2", [3] * 300))
     bench.drain()
 
 
@@ -436,5 +458,5 @@ def test_request_records_are_not_kept() -> None:
     bench.requests.clear()
     assert isinstance(request, EngineRequest)
     requests = bench.engine._scheduler.requests
-    assert not requests._by_id and not requests.running and not requests.draining
+    assert not requests.by_id and not requests.running and not requests.draining
     assert requests.waiting.first() is None

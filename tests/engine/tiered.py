@@ -54,7 +54,7 @@ class TieredExecutor(ContentExecutor):
         """Pages that launched and unread steps write."""
         self.waits: set[int] = set()
         self.rng = random.Random(self.seed)
-        self.clean_reuses = self.dirty_reuses = 0
+        self.dirty_reuses = 0
 
     def launch(self, plan: StepPlan) -> ContentHandle:
         touched = set().union(*self.unread.values()) if self.unread else set()

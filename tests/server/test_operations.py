@@ -158,14 +158,19 @@ def test_certificates_are_checked_before_anything_starts(certificate: tuple[Path
     cert, key = map(str, certificate)
     junk = tmp_path / "junk.pem"
     junk.write_text("no certificate")
+    broken = tmp_path / "broken.pem"
+    broken.write_text("-----BEGIN CERTIFICATE-----\nxx\n-----END CERTIFICATE-----\n")
     assert not check_certificate(ServerConfig())
     assert check_certificate(ServerConfig(ssl_certfile=cert, ssl_keyfile=key))
     for server, says in (
         (ServerConfig(ssl_keyfile=key), "without server.ssl_certfile"),
         (ServerConfig(ssl_certfile=str(tmp_path / "no"), ssl_keyfile=key), "server.ssl_certfile: cannot read"),
         (ServerConfig(ssl_certfile=cert, ssl_keyfile=str(tmp_path / "no")), "server.ssl_keyfile: cannot read"),
-        (ServerConfig(ssl_certfile=str(junk), ssl_keyfile=key), "cannot be used"),
-        (ServerConfig(ssl_certfile=cert), "cannot be used"),
+        (ServerConfig(ssl_certfile=str(junk), ssl_keyfile=key), "ssl_certfile .*junk.pem holds no certificate in PEM$"),
+        (ServerConfig(ssl_certfile=key, ssl_keyfile=key), "holds no certificate in PEM$"),
+        (ServerConfig(ssl_certfile=cert, ssl_keyfile=str(junk)), "ssl_keyfile .*junk.pem holds no private key in PEM$"),
+        (ServerConfig(ssl_certfile=cert), "holds no private key: name it in server.ssl_keyfile$"),
+        (ServerConfig(ssl_certfile=str(broken), ssl_keyfile=key), "ssl_certfile .*broken.pem cannot be used: "),
     ):
         with pytest.raises(ConfigError, match=says):
             check_certificate(server)
@@ -225,6 +230,19 @@ async def test_one_request_more_than_may_wait_is_refused_and_the_others_are_not(
             third = await http.post(CHAT, json={"messages": USER, "max_tokens": 1})
             assert third.status_code == 429 and int(third.headers["retry-after"]) >= 1
             assert [(await task).status_code for task in (first, second)] == [200, 200]
+    finally:
+        engine.close()
+
+
+async def test_a_burst_fills_the_rows_and_the_queue_and_no_more() -> None:
+    """All at once, before the engine has planned anything: the requests that can run are not counted as waiting."""
+    bounds = SchedulerConfig(max_running=4, max_waiting=3)
+    engine = InProcessEngine(ShownEngine(LetterExecutor(), bounds, CacheConfig(), SystemClock()))
+    try:
+        async with serving(engine) as served, served.http() as http:
+            body = {"messages": USER, "max_tokens": 1000}
+            replies = await asyncio.gather(*(http.post(CHAT, json=body) for _ in range(12)))
+            assert sorted(reply.status_code for reply in replies) == [200] * 7 + [429] * 5
     finally:
         engine.close()
 

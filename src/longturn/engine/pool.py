@@ -9,11 +9,11 @@ With a host tier, cached content that is evicted lives on there, and the longest
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from longturn.engine.host_tier import HostTier
-from longturn.engine.pages import Page
+from longturn.engine.pages import Page, unlink
 from longturn.engine.prefix_cache import PrefixCache
 from longturn.engine.retention import Retention
 
@@ -160,13 +160,13 @@ class PagePool:
 
     # --- references -------------------------------------------------------------------------------------------------
 
-    def share(self, pages: Iterable[Page]) -> None:
+    def share(self, pages: Sequence[Page]) -> None:
         """One more request refers to these cached pages (a hit): they are protected from now on."""
+        free = [page for page in pages if page.refs == 0]
+        unlink(free)
+        self.used += len(free)
         for page in pages:
             page.protected = True
-            if page.refs == 0:
-                self._retention.remove(page)
-                self.used += 1
             page.refs += 1
 
     def release(self, pages: Sequence[Page], now_ns: int, claimed: bool, distrust: bool = False) -> None:
@@ -179,11 +179,13 @@ class PagePool:
         They are freed tail first, so that among pages released together the end of a prefix is evicted before its
         beginning: the beginning is useful without the end, and to more requests.
         """
+        cached: list[Page] = []
         for page in reversed(pages):
-            if page.refs <= 0:
+            refs = page.refs - 1
+            if refs < 0:
                 raise RuntimeError(f"{page!r} is released more often than it was taken")
-            page.refs -= 1
-            if page.refs == 0:
+            page.refs = refs
+            if refs == 0:
                 self.used -= 1
                 if distrust and page.hash is not None:
                     self.forget(page)
@@ -191,7 +193,8 @@ class PagePool:
                     page.protected = False
                     self._blank.append(page)
                 else:
-                    self._retention.add(page, now_ns, claimed)
+                    cached.append(page)
+        self._retention.extend(cached, now_ns, claimed)
         self.releases += 1
 
     def unclaim(self, hashes: Sequence[bytes], now_ns: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from longturn.config import PAGE_TOKENS
+from longturn.engine.holding import hold
 from longturn.engine.lifecycle import Requests
 from longturn.engine.pacing import Allowance
 from longturn.engine.records import NewRow, RequestOutput, RowWork
@@ -52,7 +53,7 @@ def schedule_prompts(requests: Requests, allowance: Allowance, prefills: list[Se
         elif requests.order.must_wait_for_pages(waiting):
             deferred.append(requests.waiting.pop())
             continue
-        elif requests.hold(waiting, step.now_ns):
+        elif hold(requests, waiting, step.now_ns):
             continue
         else:
             if not requests.admit(waiting, step.now_ns):

@@ -23,6 +23,8 @@ has just computed and asks for with its next turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from longturn.engine.pages import Page, PageList
 
 PROTECTED_WORTH = 1.0
@@ -58,6 +60,15 @@ class Retention:
         page.stamp_ns = now_ns
         page.claimed = claimed and self._half_life_ns > 0
         (self._protected if page.protected else self._probation)[page.claimed].append(page)
+
+    def extend(self, pages: Sequence[Page], now_ns: int, claimed: bool) -> None:
+        """`add` of each, in order."""
+        claimed = claimed and self._half_life_ns > 0
+        for page in pages:
+            page.stamp_ns = now_ns
+            page.claimed = claimed
+        self._probation[claimed].extend([page for page in pages if not page.protected])
+        self._protected[claimed].extend([page for page in pages if page.protected])
 
     def remove(self, page: Page) -> None:
         """Take a page out because a request uses it again. O(1)."""

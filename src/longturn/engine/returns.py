@@ -85,6 +85,10 @@ class Returns:
         """Whether the first held turn may go on because it has waited so long."""
         return now_ns - held.arrived_ns >= _LONGEST_NS
 
+    def recall_ns(self, held: Sequence) -> float:
+        """From when on the first held turn may go on while others run, if none is admitted before."""
+        return min(self._open_ns, held.arrived_ns + _LONGEST_NS)
+
     def exempt(self, sequence: Sequence) -> bool:
         """Whether a waiting request is not held, whatever it has lost."""
         return sequence is self._recalled or not self._counts(sequence)

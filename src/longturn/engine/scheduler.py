@@ -5,17 +5,19 @@ under what remains of the token budget; a waiting request is admitted only when 
 taken for all known tokens at admission, then one by one while decoding.
 
 `schedule` may be called again before earlier results are read. See `lifecycle` for what that means for rows and pages,
-and `admission`, `pacing` and `preemption` for the policies.
+and `admission`, `holding`, `pacing` and `preemption` for the policies.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 from longturn.config import PAGE_TOKENS, CacheConfig, SchedulerConfig
+from longturn.engine.holding import recall
 from longturn.engine.kv_events import CacheEvents
+from longturn.engine.launched import Launched, check_answer
+from longturn.engine.leap import Stretch, Taken, move_on, stretch_of
 from longturn.engine.lifecycle import Requests
 from longturn.engine.pacing import MIN_CHUNK_TOKENS, Allowance
 from longturn.engine.preemption import make_room
@@ -33,28 +35,13 @@ from longturn.engine.records import (
     decode_work,
 )
 from longturn.engine.sequence import Sequence, State
+from longturn.engine.tier_copies import apply_copies
+from longturn.engine.watching import check_launched, check_requests, plan_line, stats_of
 
 _RUNNING, _ENDED = State.RUNNING, State.ENDED
 """Looked up once: a member of an enumeration is slow to find, and each row of a step asks."""
 _BLANK_SHARE = 16
 """At most this part of the pool is kept blank."""
-
-
-class ResultMismatch(Exception):
-    """An executor's result does not answer the plan it was given: the executor's fault."""
-
-
-class _Launched(NamedTuple):
-    """What the scheduler must remember of a plan until its result comes."""
-
-    sequences: list[Sequence]
-    """Of each work item, in order."""
-    decodes: int
-    prefill_tokens: int
-    prefill_pairs: float
-    awaited: tuple[tuple[int, bytes], ...] = ()
-    """Of a plan without work: pages on their way with what they will hold. Its result is to report one of them, unless
-    an earlier one has."""
 
 
 class Scheduler:
@@ -88,7 +75,7 @@ class Scheduler:
             self.requests.pool.capacity // _BLANK_SHARE, -(-scheduler.step_tokens // PAGE_TOKENS) + info.rows
         )
         """With a host tier: pages that a step should find blank, since it waits for the copy of those it evicts."""
-        self._launched: dict[int, _Launched] = {}
+        self._launched: dict[int, Launched] = {}
         self._step_id = 0
         self._steps = 0
         self._generated_tokens = 0
@@ -103,7 +90,7 @@ class Scheduler:
 
         Raises:
             RequestError: it is malformed, its id is in use, or it could never fit.
-            OverloadedError: `max_waiting` requests wait already.
+            OverloadedError: `max_waiting` requests wait already beyond those that there are rows for.
         """
         self.requests.add(request, now_ns)
 
@@ -127,7 +114,7 @@ class Scheduler:
         """The next step, or None if nothing can be computed before an earlier result is read."""
         requests = self.requests
         if requests.waiting.held:
-            requests.recall(now_ns)
+            recall(requests, now_ns)
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         short_of_page = 0
@@ -161,11 +148,11 @@ class Scheduler:
             sequence.in_flight += 1
             sequence.last_step = step_id
         count = len(work)
-        launched = _Launched(sequences, count, 0, 0.0)
+        launched = Launched(sequences, count, 0, 0.0)
         if prompts:
             allowance = self._allowance(count)
             schedule_prompts(requests, allowance, prefills, step)
-            launched = _Launched(sequences, count, allowance.spent_tokens, allowance.pairs)
+            launched = Launched(sequences, count, allowance.spent_tokens, allowance.pairs)
         host = requests.pool.host
         saves: tuple[tuple[int, int], ...] = ()
         loads: tuple[tuple[int, int], ...] = ()
@@ -176,7 +163,7 @@ class Scheduler:
                 return None
             saves, loads = host.take_orders()
             if not work:
-                launched = launched._replace(awaited=tuple(host.loading.items()))
+                launched = launched._replace(awaited=next(reversed(host.loading.items()), None))
         elif not work:
             return None
         freed, copied = tuple(requests.freed_rows), tuple(requests.copied_pages)
@@ -186,10 +173,7 @@ class Scheduler:
         self._step_id = step_id
         self._launched[step_id] = launched
         if self._events is not None:
-            rows = [(row.row, row.request_id, len(row.tokens) // 4, row.pages) for row in step.new_rows]
-            items = [(item.row, item.start, item.count, item.samples) for item in work]
-            copies = f" saves {saves} loads {loads}" if saves or loads else ""
-            self._events(f"{now_ns} plan {step_id} {items} rows {rows} pages {step.new_pages} freed {freed}{copies}")
+            self._events(plan_line(plan, now_ns))
         return plan
 
     def _has_page(self, sequence: Sequence, step: StepDraft) -> bool:
@@ -197,14 +181,11 @@ class Scheduler:
 
         Without one it sits out until a preempted request's pages have come back.
         """
-        if sequence.scheduled < sequence.page_end:
-            return True
-        page = self.requests.pool.allocate(step.now_ns)
-        if page is None:
-            return False
-        sequence.pages.append(page)
-        sequence.page_end += PAGE_TOKENS
-        step.new_pages.append((sequence.row, (page.id,)))
+        if sequence.scheduled >= sequence.page_end:
+            page = self.requests.grow(sequence, step.now_ns)
+            if page is None:
+                return False
+            step.new_pages.append((sequence.row, (page.id,)))
         return True
 
     def _allowance(self, decodes: int) -> Allowance:
@@ -224,21 +205,11 @@ class Scheduler:
             ResultMismatch: the result does not belong to the plan; nothing has been applied.
         """
         requests = self.requests
-        host = requests.pool.host
-        loading = {} if host is None else host.loading  # of later plans too, of which this result may know nothing
-        waited = any(loading.get(page) == content for page, content in self._launched[plan.step_id].awaited)
-        ended = len(result.loaded_pages) + len(result.lost_pages)
-        # Before anything can be wrong with the rest: what a result says of copies is said once.
-        if (ended or result.lost_slots) and not requests.copies_ended(result, now_ns):
-            raise ResultMismatch(f"step {plan.step_id} was answered with copies that were not ordered")
-        if waited and not ended:
-            raise ResultMismatch(f"step {plan.step_id} waited for copies and was answered without one")
-        if (
-            result.step_id != plan.step_id
-            or [i.row for i in plan.work if i.samples] != [r.row for r in result.rows]
-            or [i.row for i in plan.work if i.scores] != [s.row for s in result.scores]
-        ):
-            raise ResultMismatch(f"step {plan.step_id} was answered by step {result.step_id} or with other rows")
+        awaited = self._launched[plan.step_id].awaited
+        if awaited is not None or result.loaded_pages or result.lost_pages or result.lost_slots:
+            # Before anything can be wrong with the rest: what a result says of copies is said once.
+            apply_copies(requests, plan.step_id, awaited, result, now_ns)
+        check_answer(plan, result)
         launched = self._launched.pop(plan.step_id)
         self._steps += 1
         if plan.work:
@@ -292,44 +263,41 @@ class Scheduler:
                 self.requests.end(sequence, FinishReason.ERROR, now_ns, error=message)
             self.requests.settle(sequence, now_ns)
 
+    # --- several turns at once --------------------------------------------------------------------------------------
+
+    def stretch(self, plan: StepPlan, busy_pages: int) -> Stretch | None:
+        """Turns ahead that are alike, see `leap.stretch_of`; None also if someone listens to every event."""
+        if self._events is not None:
+            return None
+        return stretch_of(self.requests, plan, self._launched[plan.step_id], self._blank_pages, busy_pages)
+
+    def leap(self, stretch: Stretch, elapsed_ns: list[int], turn_ns: list[int]) -> tuple[StepPlan, list[Taken]]:
+        """Be what turns of a stretch, at these times, leave: results applied that took `elapsed_ns`, one step launched.
+
+        Returns:
+            That step, and what the turns give the executor beside the work.
+        """
+        turns, rows = len(turn_ns), len(stretch.sequences)
+        taken = move_on(self.requests, stretch, turn_ns, self._blank_pages)
+        for ns in elapsed_ns:
+            self.step_time.observe(ns, rows, 0, 0.0)
+        plan = stretch.plan_after(turns)
+        self._launched[plan.step_id] = self._launched.pop(stretch.plan.step_id)
+        self._step_id = plan.step_id
+        self._steps += turns
+        self._generated_tokens += turns * rows
+        return plan, taken
+
     # --- watching ---------------------------------------------------------------------------------------------------
 
     def stats(self, busy_ns: int = 0, leak_faults: int = 0) -> EngineStats:
         """Gauges and counters now, with two that the loop counts."""
-        requests = self.requests
-        pool = requests.pool
-        slots, held, offloaded, loaded = (0, 0, 0, 0) if pool.host is None else pool.host.counts
-        return EngineStats(
-            running=len(requests.running),
-            waiting=len(requests.waiting),
-            pages_total=pool.capacity,
-            pages_used=pool.used,
-            pages_cached=pool.cached,
-            steps=self._steps,
-            prompt_tokens=requests.prompt_tokens,
-            cached_tokens=requests.cached_tokens,
-            generated_tokens=self._generated_tokens,
-            preemptions=requests.preemptions,
-            evictions=pool.evictions,
-            aborts=requests.aborts,
-            leak_faults=leak_faults,
-            busy_ns=busy_ns,
-            host_pages_total=slots,
-            host_pages_cached=held,
-            offloaded_pages=offloaded,
-            loaded_pages=loaded,
-            host_hit_tokens=requests.host_hit_tokens,
+        made = self._generated_tokens
+        return stats_of(
+            self.requests, steps=self._steps, generated_tokens=made, busy_ns=busy_ns, leak_faults=leak_faults
         )
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows or states do not add up."""
-        self.requests.check()
-        flying: dict[int, int] = {}
-        for launched in self._launched.values():
-            for sequence in launched.sequences:
-                flying[sequence.number] = flying.get(sequence.number, 0) + 1
-        for sequence in self.requests.running + self.requests.draining:
-            if sequence.in_flight != flying.pop(sequence.number, 0):
-                raise RuntimeError(f"request {sequence.request_id} miscounts the launched steps that refer to it")
-        if flying:
-            raise RuntimeError(f"{len(flying)} requests were released while launched steps refer to them")
+        check_requests(self.requests)
+        check_launched(self.requests, [launched.sequences for launched in self._launched.values()])
