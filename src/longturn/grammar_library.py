@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections import OrderedDict
@@ -33,6 +34,8 @@ NICENESS = 10
 K = TypeVar("K")
 V = TypeVar("V")
 
+_EXCERPT = re.compile(r"\n *[0-9]+ \| ")
+"""Where the library begins to show the grammar that it complains of, line by line."""
 CANNOT_FOLLOW = "the grammar cannot be followed"
 """How the error of a request begins whose grammar compiles and is too much for the library later on."""
 
@@ -128,5 +131,6 @@ def error_of(matcher: LLMatcher) -> str | None:
     """What is wrong with a matcher, in one line; None if nothing is."""
     if not matcher.is_error():
         return None
-    line = " ".join(str(matcher.get_error()).replace("<non-verbose/>", "").split())
+    said = _EXCERPT.split(str(matcher.get_error()), maxsplit=1)[0]
+    line = " ".join(said.replace("<non-verbose/>", "").split())
     return line if len(line) <= MAX_ERROR_CHARS else line[: MAX_ERROR_CHARS - 3] + "..."

@@ -190,3 +190,9 @@ def test_json_errors_are_json(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines[-1]["exit_code"] == done.returncode == MODEL
     assert "config.json is missing" in lines[-1]["error"]
+
+
+@pytest.mark.parametrize("flag", ["--kv-events-endpoint", "--kv-events-replay-endpoint"])
+def test_events_at_a_port_that_is_none(refused: Run, flag: str) -> None:
+    found = refused("--kv-events-endpoint", "tcp://*:5557", flag, "tcp://*:99999")
+    assert_one_line(found, CONFIG, "'tcp://*:99999'", "the port must be a number from 1 to 65535")

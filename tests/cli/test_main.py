@@ -27,6 +27,15 @@ def test_help_of_every_verb_imports_nothing_heavy(argv: list[str]) -> None:
     assert "usage: longturn" in shown.stdout
 
 
+def test_the_package_is_the_command_line_too() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "longturn", "version", "--json"], capture_output=True, text=True, check=False
+    )
+    assert shown.returncode == 0 and "longturn" in json.loads(shown.stdout)
+    wrong = subprocess.run([sys.executable, "-m", "longturn", "sevre"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("longturn: error: unknown verb 'sevre'")
+
+
 def test_an_error_is_one_line_and_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ def refused(server: Server, path: str, body: bytes | dict[str, Any], status: int
     assert found == status, answer
     error: dict[str, Any] = answer["error"]
     assert "\n" not in error["message"] and error["message"]
-    assert error["type"] == "invalid_request_error"
+    assert error["type"] == "invalid_request_error" and error["code"]
     # Whatever it was, the next request is answered.
     assert post(server, TEXT, json.dumps({"prompt": "a", "max_tokens": 1}).encode())[0] == 200
     return error

@@ -44,15 +44,15 @@ def test_cached_pages_are_published(embedded_model: None, tmp_path: Path) -> Non
         time.sleep(0.3)  # a subscription has to arrive; nothing tells when it has
         with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
             prompt = list(range(1000, 1300))
-            assert replayed(context, replay) == [["AllBlocksCleared"]]
+            assert replayed(context, replay) == [{"type": "AllBlocksCleared"}]
             http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).raise_for_status()
-            stored = [event for event in replayed(context, replay) if event[0] == "BlockStored"]
-            assert [token for event in stored for token in event[3]] == prompt[:256]
-            assert stored[0][2] is None and sum(len(event[1]) for event in stored) == 2
+            stored = [event for event in replayed(context, replay) if event["type"] == "BlockStored"]
+            assert [token for event in stored for token in event["token_ids"]] == prompt[:256]
+            assert stored[0]["parent_block_hash"] is None and sum(len(event["block_hashes"]) for event in stored) == 2
             assert http.post("/reset_prefix_cache").json() == {"pages": 2}
         seen: list[str] = []
         while "AllBlocksCleared" not in seen:
-            seen += [event[0] for event in msgspec.msgpack.decode(reader.recv_multipart()[2])[1]]
+            seen += [event["type"] for event in msgspec.msgpack.decode(reader.recv_multipart()[2])[1]]
         assert seen == ["BlockStored"] * len(stored) + ["AllBlocksCleared"]
     finally:
         process.terminate()

@@ -52,6 +52,8 @@ class Transport:
         self.engine = engine
         self.waits: list[float] = []
         self.rejected: list[str] = []
+        self.told: list[int] = []
+        """After which call of `receive` each state of the engine was sent."""
 
     def receive(self, wait_s: float) -> Sequence[Command]:
         self.waits.append(wait_s)
@@ -65,7 +67,8 @@ class Transport:
             return []
         return [item]
 
-    def send_outputs(self, outputs: StepOutputs) -> None: ...
+    def send_outputs(self, outputs: StepOutputs) -> None:
+        self.told.append(len(self.waits))
 
     def send_rejection(self, rejection: Rejection) -> None:
         self.rejected.append(rejection.request_id)
@@ -97,6 +100,14 @@ def test_a_held_request_lets_others_pass_and_comes_when_it_can() -> None:
     assert engine.added == ["free", "other", "slow"]
     # While one is held an idle engine looks often, otherwise it sleeps until something comes.
     assert transport.waits[:2] == [IDLE_WAIT_S, HELD_WAIT_S]
+
+
+def test_the_state_is_told_after_work_and_while_nothing_is_held() -> None:
+    # A request takes three steps, the first of them at once; then the engine is idle.
+    _, transport = played(request("free"), *[("added", "free")] * 4)
+    assert transport.told == [3, 4, 5]
+    _, transport = played(request("slow", "g"), *[("added", "")] * 4)
+    assert transport.told == []
 
 
 def test_an_abort_reaches_a_held_request() -> None:

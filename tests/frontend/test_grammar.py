@@ -16,7 +16,6 @@ from longturn.frontend.gguf_tokenizer import gguf_backend
 from longturn.frontend.grammar import GrammarSpec, lark_body, lark_json, lark_text, lark_token, library_text
 from longturn.frontend.grammar_reasoning import ReasoningMarks, behind_reasoning
 from longturn.frontend.grammar_vocabulary import reasoning_marks, vocabulary_of
-from longturn.frontend.parsers.base import parse_reasoning
 from longturn.frontend.parsers.registry import REASONING_FORMATS
 from longturn.frontend.tokenizer import Tokenizer, TokenizerSettings
 from longturn.grammar_library import Vocabulary, error_of, library_tokenizer, new_matcher
@@ -185,8 +184,10 @@ def test_the_grammar_and_the_parser_agree_on_where_reasoning_ends(name: str) -> 
         marks = reasoning_marks(form, tokenizer, prompt)
         assert marks.opened == (begin in prompt)
         assert accepts(behind_reasoning(JSON, marks, may_open_line=True), output)
-        piece = parse_reasoning(form.make(prompt, False), output)
-        assert piece.content == '{"a":1}' and piece.reasoning == ("hm" if end in output else "")
+        parser = form.make(prompt, False)
+        pieces = (parser.push(output), parser.finish())
+        assert "".join(piece.content for piece in pieces) == '{"a":1}'
+        assert "".join(piece.reasoning for piece in pieces) == ("hm" if end in output else "")
 
 
 def test_reasoning_stays_before_grammars_of_several_rules() -> None:

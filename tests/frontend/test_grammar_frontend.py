@@ -13,7 +13,7 @@ from longturn.frontend.chat_template import ChatTemplates
 from longturn.frontend.frontend import Frontend
 from longturn.frontend.grammar import GrammarSpec, library_text
 from longturn.frontend.grammar_reasoning import ReasoningMarks, behind_reasoning
-from longturn.frontend.parsers.registry import REASONING_FORMATS, OutputFormat
+from longturn.frontend.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
 from longturn.frontend.records import ChatPrompt, TextPrompt, TextRequest
 from longturn.frontend.validate import ModelLimits
 from tests.frontend.fakes import END_OF_TEXT, IM_END, FakeEngine, outputs_of, tiny_tokenizer
@@ -80,6 +80,20 @@ async def test_a_refused_grammar_never_reaches_the_engine() -> None:
                 else:
                     act()
             assert caught.value.param == spec.param
+    engine = frontend.engine
+    assert isinstance(engine, FakeEngine) and engine.requests == []
+
+
+@pytest.mark.parametrize("form", ["minimax_m3", "qwen3_coder"])
+async def test_a_strict_tool_that_is_not_kept_never_reaches_the_engine(form: str) -> None:
+    frontend = frontend_of(OutputFormat(tools=TOOL_FORMATS[form]))
+    schema = {"type": "object", "properties": {"x": {"type": "string", "format": "iri"}}}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    prompt = dataclasses.replace(CHAT, tools=({"type": "function", "function": function},))
+    with pytest.raises(RequestError, match="the tool 'f' is strict, and its 'format' cannot be kept") as caught:
+        async for _ in frontend.generate(asking(None, prompt, parse_tools=True)):
+            pass
+    assert (caught.value.http_status, caught.value.param) == (400, "tools")
     engine = frontend.engine
     assert isinstance(engine, FakeEngine) and engine.requests == []
 

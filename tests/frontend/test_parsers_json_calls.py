@@ -51,7 +51,10 @@ HERMES: list[tuple[str, str, list[Any]]] = [
     (f"<tool_call>{LOOK}", "", [LOOKED]),
     (f"<tool_call>{LOOK}\n<tool_call>{NESTED}", "", [LOOKED, NESTED_CALL]),
     (f"<tool_call>{LOOK} and then", " and then", [LOOKED]),
-    (f"<tool_call>{LOOK}\n</tool_", "\n</tool_", [LOOKED]),
+    # Cut off in the closing marker, which is no text.
+    (f"<tool_call>{LOOK}\n</tool_", "", [LOOKED]),
+    (f"<tool_call>{LOOK}\n<", "", [LOOKED]),
+    (f"<tool_call>{LOOK}\n</tools", "\n</tools", [LOOKED]),
     # No call: the text as it was.
     (block('{"arguments": {"path": }, "name": "look"}'), block('{"arguments": {"path": }, "name": "look"}'), []),
     (block("{'name': 'look'}"), block("{'name': 'look'}"), []),
@@ -122,6 +125,7 @@ LLAMA: list[tuple[str, str, list[Any]]] = [
 PLAIN: list[tuple[str, str, list[Any]]] = [
     (f"```json\n{LOOK}\n```", "", [LOOKED]),
     (f"So:\n```json\n{LOOK}\n```\nWait.", "So:\nWait.", [LOOKED]),
+    (f"```json\n{LOOK}\n``", "", [LOOKED]),
     (f"<tool_call>{LOOK}</tool_call>", "", [LOOKED]),
     ('```json\n{"city": 1}\n```', '```json\n{"city": 1}\n```', []),
     (f"```python\n{LOOK}\n```", f"```python\n{LOOK}\n```", []),

@@ -23,7 +23,6 @@ TOOLS: list[Any] = [
 ]
 ROME = call("weather", {"city": "Rome", "days": 3, "metric": True})
 ROME_CALL = ("weather", {"city": "Rome", "days": 3, "metric": True})
-FILE = "<function=g>\n<parameter=p>\n1\n</parameter>\n</function> is\nhow </parameter> ends\n"
 
 
 BY_HAND: list[tuple[str, str, list[tuple[str, Any]]]] = [
@@ -62,6 +61,9 @@ BROKEN: list[tuple[str, str, list[tuple[str, Any]]]] = [
     (block("<function=f>\n<parameter=b>\nx\n</parameter>"), "", [("f", {"b": "x"})]),
     (block(f"<function=f>\n{parameter('b', 'x')}\n{ROME}"), "", [("f", {"b": "x"}), ROME_CALL]),
     ("<tool_call>\n<function=f>\n<parameter=b>\nx\n</function>", "", [("f", {"b": "x"})]),
+    # The end of the block is cut off: no text.
+    (f"<tool_call>\n{ROME}\n</tool_", "", [ROME_CALL]),
+    (f"<tool_call>\n{ROME}\n</tools", "\n</tools", [ROME_CALL]),
     # No function behind the marker.
     ("<tool_call>\nwords", "<tool_call>\nwords", []),
     ("<tool_call></tool_call>", "<tool_call></tool_call>", []),

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longturn.frontend.parsers.base import parse_reasoning
 from longturn.frontend.parsers.minimax_m3_tags import TOOL_BLOCK
 from longturn.frontend.parsers.reasoning import MINIMAX_M3, THINK, MarkedReasoning
 
@@ -84,8 +83,7 @@ def in_pieces(parser: MarkedReasoning, pieces: Sequence[str]) -> tuple[str, str]
 
 @pytest.mark.parametrize(("prompt", "text", "reasoning", "content"), WHOLE)
 def test_texts_by_hand(prompt: str, text: str, reasoning: str, content: str) -> None:
-    whole = parse_reasoning(m3(prompt), text)
-    assert (whole.reasoning, whole.content) == (reasoning, content)
+    assert in_pieces(m3(prompt), [text]) == (reasoning, content)
     assert in_pieces(m3(prompt), list(text)) == (reasoning, content)
     for cut in range(len(text)):
         assert in_pieces(m3(prompt), [text[:cut], text[cut:]]) == (reasoning, content)
@@ -138,22 +136,22 @@ FRAGMENTS = st.sampled_from(
 @given(st.lists(FRAGMENTS, max_size=12), st.lists(st.integers(0, 200), max_size=8), st.booleans(), st.booleans())
 def test_any_text_cut_anywhere(fragments: list[str], cuts: list[int], opened: bool, calls_end: bool) -> None:
     text, prompt = "".join(fragments), OPEN if opened else "ai\n"
-    whole = parse_reasoning(m3(prompt, calls_end=calls_end), text)
+    reasoning, content = in_pieces(m3(prompt, calls_end=calls_end), [text])
     at = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     pieces = [text[a:b] for a, b in itertools.pairwise(at)]
     for cut in (pieces, list(text)):
         parser = m3(prompt, calls_end=calls_end)
-        assert in_pieces(parser, cut) == (whole.reasoning, whole.content)
+        assert in_pieces(parser, cut) == (reasoning, content)
         first, end = parser.span
-        assert text[first:end] == whole.reasoning
+        assert text[first:end] == reasoning
     think = text.replace("mm:think", "think").replace("mm:", "")
-    spaced = parse_reasoning(MarkedReasoning("<think>" if opened else "", THINK, calls_end=calls_end), think)
-    assert in_pieces(MarkedReasoning("<think>" if opened else "", THINK, calls_end=calls_end), list(think)) == (
-        spaced.reasoning,
-        spaced.content,
+    spaced, by_character = (
+        in_pieces(MarkedReasoning("<think>" if opened else "", THINK, calls_end=calls_end), pieces)
+        for pieces in ([think], list(think))
     )
-    assert spaced.reasoning == spaced.reasoning.strip()
+    assert by_character == spaced
+    assert spaced[0] == spaced[0].strip()
     # Nothing but a marker on each side and white space before the first goes.
     before, after = text[:first], text[end:]
-    assert before.strip() in ("", OPEN) and after.endswith(whole.content)
-    assert after.removesuffix(whole.content).strip() in ("", CLOSE)
+    assert before.strip() in ("", OPEN) and after.endswith(content)
+    assert after.removesuffix(content).strip() in ("", CLOSE)

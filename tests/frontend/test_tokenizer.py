@@ -212,7 +212,7 @@ def test_unpaired_surrogate_is_refused_in_one_line() -> None:
 
 def directory_source(path: Path) -> ModelSource:
     empty: MappingProxyType[str, object] = MappingProxyType({})
-    return ModelSource("hf", path, "m", "LlamaForCausalLM", empty, 64, 303, None, (), ())
+    return ModelSource("hf", path, "m", "LlamaForCausalLM", empty, 64, 303, (), ())
 
 
 def test_directory(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from longturn.assemble import build_frontend
 from longturn.config import EngineConfig, FrontendConfig
 from longturn.engine.records import SamplingParams
 from longturn.frontend.chat_template import ChatTemplates
-from longturn.frontend.conversation import history_of
+from longturn.frontend.conversation_keys import history_of
 from longturn.frontend.frontend import Frontend
 from longturn.frontend.records import ChatPrompt, Reuse, ReuseReason, TextRequest, VolatileSpan
 from longturn.frontend.tokenizer import Tokenizer

@@ -155,6 +155,17 @@ def build_slowly(config: EngineConfig) -> MockEngine:
     return MockEngine()
 
 
+def build_and_end_slowly(config: EngineConfig) -> MockEngine:
+    def end(number: int, frame: object) -> None:
+        print("ending", flush=True)
+        time.sleep(0.5)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    print("building", flush=True)
+    return build_slowly(config)
+
+
 class LetterExecutor:
     """The real engine's executor, without a model: samples a letter from the position."""
 

@@ -64,6 +64,16 @@ async def test_a_plain_message(start: Start) -> None:
     assert usage.output_tokens == 1 and usage.output_tokens_details.thinking_tokens == 2
 
 
+async def test_texts_have_no_field_for_citations() -> None:
+    """Anthropic's have it where there are some; clients that check what they get take no null for none."""
+    async with client(Scripted("Hello.")) as http:
+        whole = (await http.post(PATH, json=BODY)).json()
+        stream = events_of((await http.post(PATH, json={**BODY, "stream": True})).text)
+    assert whole["content"] == [{"type": "text", "text": "Hello."}]
+    begun = [data["content_block"] for name, data in stream if name == "content_block_start"]
+    assert begun == [{"type": "text", "text": ""}]
+
+
 async def test_cached_tokens_are_there_when_0(start: Start) -> None:
     # vllm-project/vllm#44377
     config = EngineConfig()
@@ -393,6 +403,7 @@ async def test_errors_have_anthropics_form_everywhere_below_the_path(start: Star
     async with served.http() as http:
         reply = await http.post("/v1/responses", json={}, headers={"x-api-key": "wrong"})
     assert reply.status_code == 401 and "type" not in reply.json() and "request-id" not in reply.headers
+    assert reply.headers["www-authenticate"] == "Bearer"
 
 
 async def test_errors_of_the_frontend_name_the_dialects_own_fields() -> None:

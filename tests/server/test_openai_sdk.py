@@ -40,12 +40,12 @@ async def test_a_plain_answer(start: Start) -> None:
     assert usage.prompt_tokens_details.cached_tokens == 3
 
 
-async def test_cached_tokens_are_there_when_0(start: Start) -> None:
+async def test_tokens_of_the_cache_are_there_when_0(start: Start) -> None:
     served = await start()
     async with served.http() as http:
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         reply = (await http.post("/v1/chat/completions", json=body)).json()
-    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
 
 
 async def test_a_streamed_answer(start: Start) -> None:
@@ -275,6 +275,11 @@ async def test_a_wrong_key_is_refused(start: Start) -> None:
             await client.models.list()
     async with served.http() as http:
         assert [(await http.get(path)).status_code for path in ("/health", "/metrics", "/v1/models")] == [200, 200, 401]
+        told = [
+            (await http.get("/version", headers=headers)).json()["error"]["message"].partition(":")[0]
+            for headers in ({}, {"x-api-key": "guess"}, {"authorization": "Bearer guess"})
+        ]
+        assert told == ["no API key", "incorrect API key", "incorrect API key"]
 
 
 async def test_models(start: Start) -> None:

@@ -78,13 +78,20 @@ def test_responses_expire_when_nobody_uses_them() -> None:
     assert store.get(None, "unused") is None and store.get(None, "used") is not None
     clock.now_s += 61
     assert store.get(None, "used") is None and store.nbytes == 0
+    store.put(None, "old", b"{}", said("old"), None)
+    clock.now_s += 61
+    assert not store.delete(None, "old"), "it had been forgotten already"
+    store.put(None, "older", b"{}", said("older"), None)
+    clock.now_s += 61
+    store.put(None, "new", b"{}", said("new"), None)
+    assert len(store) == 1
 
 
 def test_nothing_larger_than_the_store_is_kept() -> None:
     store = ResponseStore(2000, 60)
     store.put(None, "r", b"x" * 3000, said("x"), None)
     assert len(store) == 0 and store.nbytes == 0
-    assert not ResponseStore(0, 60).keeps
+    assert not ResponseStore(0, 60).keeps and ResponseStore(1, 60).keeps
 
 
 def test_clients_are_apart() -> None:
@@ -126,7 +133,7 @@ def test_any_history_against_a_twin(actions: list[Action], max_bytes: int) -> No
         if action == "wait":
             clock.now_s += length / 10
             continue
-        elif action == "delete":
+        if action == "delete":
             assert store.delete(None, name) == (kept.pop(name, None) is not None)
         elif action == "get":
             found = store.get(None, name)

@@ -297,7 +297,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
         "'input_image' is not supported",
     ),
     ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "'web_search_call' are not supported"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'item_reference'"),
+    ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].id", "text"),
     ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments", "must be a text"),
     ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output", "must be a text or"),
     ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content", "must be a list"),

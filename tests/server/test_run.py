@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
+from longturn.server.run import CUT_OFF
+
 
 def start(
     port: int = 0,
@@ -74,15 +76,21 @@ def test_signals_end_it_in_order(tmp_path: Path, number: signal.Signals, code: i
     assert list(tmp_path.iterdir()) == []
 
 
-def test_requests_that_outlast_the_drain_are_told_so(tmp_path: Path) -> None:
-    with ready(tmp_path, drain_s=0.2) as (process, url):
+@pytest.mark.parametrize(("drain_s", "signals"), [(0.2, 1), (30.0, 2)])
+def test_requests_that_are_cut_off_are_told_why(tmp_path: Path, drain_s: float, signals: int) -> None:
+    """By the end of the drain, or by a second signal."""
+    with ready(tmp_path, drain_s=drain_s) as (process, url):
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1900, "stream": True}
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, trust_env=False) as reply:
             lines = reply.iter_lines()
             next(lines)
-            process.terminate()
-            rest = list(lines)
-        assert any("the engine was closed" in line for line in rest)
+            for _ in range(signals):
+                process.terminate()
+                time.sleep(0.05)  # two signals at once are one
+            rest = [line for line in lines if line]
+        error = json.loads(rest[-1].removeprefix("data: "))["error"]
+        assert error["message"] == CUT_OFF and "shutting down" in CUT_OFF and "sent again" in CUT_OFF
+        assert (error["type"], error["code"]) == ("server_error", "engine_unavailable")
         assert process.wait(10) == 0
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
     assert list(tmp_path.iterdir()) == []
@@ -119,6 +127,25 @@ def test_a_signal_while_starting_ends_it_soon(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=10)
     assert time.monotonic() - begin < 5 and process.returncode == 0
     assert "Traceback" not in errors and list(tmp_path.iterdir()) == []
+
+
+def test_more_signals_while_starting_cut_nothing_short(tmp_path: Path) -> None:
+    process = start(0, "tests.server.engine_mock:build_and_end_slowly", tmp_path)
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        lines = iter(process.stderr.readline, "")
+        for word in ("building", "ending"):
+            assert any(word in line for line in lines)
+            process.terminate()
+        time.sleep(0.1)  # two signals at once are one
+        process.terminate()
+        errors = "".join(lines)
+        assert process.wait(10) == 0 and "Traceback" not in errors and list(tmp_path.iterdir()) == []
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
 
 
 def test_the_real_engine_gives_pages_back(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 
 from longturn.bench.null_protocol import NullConnection, NullOptions, NullService
@@ -59,7 +60,14 @@ def null_server(options: NullOptions) -> Iterator[str]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_child, args=(options, theirs), daemon=True)
-    process.start()
+    # Before it ignores Ctrl-C it would print a trace of its own: the child begins with what is blocked here. (What else
+    # `start` would begin unblocks it.)
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
     try:
         try:

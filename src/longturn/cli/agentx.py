@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longturn.cli.agentx_load import PRESET_NAMES, add_sessions, concurrency, token_ids
-from longturn.cli.options import check_number
+from longturn.cli.options import add_file_and_sets, check_number
 from longturn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,16 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="ask for usage in every event: counts the tokens that the first one bundles (ITL), costs some bytes",
     )
-    engine = parser.add_argument_group("the engine, with --inproc")
-    engine.add_argument("--config", metavar="FILE", help="YAML file with settings, as for `longturn serve`")
-    engine.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="A.B=C",
-        dest="sets",
-        help="any setting by its name, such as executor.threads=2; may be repeated",
-    )
+    add_file_and_sets(parser.add_argument_group("the engine, with --inproc"))
     known = parser.add_argument_group("what is measured, for the result")
     known.add_argument(
         "--name", metavar="TEXT", help="name of the curve [the model's, and settings that a Longturn server tells]"

@@ -1,12 +1,13 @@
 """`longturn VERB ...`: finds the verb, and turns errors into one line and an exit code.
 
 A verb's module is imported only when it is asked for, and imports what it needs when it runs, so that `--help` of any
-verb starts fast.
+verb starts fast. What every run of a verb needs is imported just before it (see `interrupts`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import sys
@@ -14,10 +15,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
+from longturn.cli import interrupts
 from longturn.errors import ConfigError, LongturnError
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+INTERRUPTED = interrupts.INTERRUPTED
 
 VERBS = {
     "serve": "serve a model over HTTP",
@@ -57,6 +58,30 @@ _REFUSALS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.E
 # Verbs whose module has another name than the verb.
 _MODULES = {"inspect": "inspect_model", "make-checkpoint": "make_checkpoint", "self-test": "self_test"}
 
+LOADS: dict[str, tuple[str, ...]] = {
+    "serve": ("longturn.server.run", "longturn.assemble"),
+    "chat": ("longturn.bench.client", "longturn.cli.local_server"),
+    "demo": ("longturn.bench.replay", "longturn.cli.results", "longturn.cli.local_server", "longturn.cli.agentx_sweep"),
+    "report": ("longturn.cli.comparison", "longturn.report.store", "longturn.report.sweep"),
+    "explain": ("longturn.cli.explain_run", "longturn.cli.explain_text", "longturn.report.explanation_page"),
+    "replay": ("longturn.bench.replay", "longturn.bench.client", "longturn.cli.results"),
+    "agentx": ("longturn.cli.agentx_sweep", "longturn.report.sweep"),
+    "quality": ("longturn.cli.quality_run", "longturn.cli.quality_result"),
+    "self-test": ("longturn.bench.self_test",),
+    "step": ("torch", "longturn.cli.steps.run", "longturn.cli.steps.harness"),
+    "simulate": ("longturn.cli.simulate_run", "longturn.cli.simulate_fleet", "longturn.report.sweep"),
+    "simulate_validate": ("longturn.simulate.published", "longturn.simulate.own_sessions"),
+    "simulate_fit": ("longturn.simulate.fit.run",),
+    "simulate_what_if": ("longturn.cli.simulate_run", "longturn.simulate.what_if"),
+    "trace": ("longturn.bench.traces.stat",),
+    "inspect": ("longturn.models.inspect",),
+    "convert": ("longturn.models.convert",),
+    "make-checkpoint": ("longturn.models.make_checkpoint",),
+    "tune": ("torch", "longturn.cli.steps.tuning"),
+    "doctor": ("torch", "longturn.assemble"),
+}
+"""What takes long to import of what a verb needs."""
+
 
 class Verb(Protocol):
     """What a verb's module holds."""
@@ -95,11 +120,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: arguments without the program's name; `sys.argv` if None.
+        argv: arguments without the program's name; `sys.argv` if None, and then this process is the command line's:
+            Ctrl-C may end it.
 
     Returns:
         The exit code.
     """
+    if argv is None:
+        interrupts.leave_at_once()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Both flags also count where parsing itself fails.
     as_json = "--json" in arguments
@@ -116,8 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
         return error.exit_code
     except KeyboardInterrupt:
-        print("longturn: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _interrupted()
     except BrokenPipeError:
         # The reader of our output went away (`| head`). Python would complain again when it flushes at exit.
         sys.stdout = None
@@ -130,6 +157,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout = None  # a write has no file's name: it was standard output, which Python would flush again
         print(f"longturn: error: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
         return ConfigError.exit_code
+    except Exception as error:
+        # A module that is imported late, while the verb runs.
+        if "--debug" in arguments or not interrupts.was_interrupted(error):
+            raise
+        return _interrupted()
+
+
+def _interrupted() -> int:
+    print("longturn: interrupted", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:
@@ -162,7 +199,13 @@ def _run(arguments: list[str]) -> int:
         name, prog, rest = f"simulate_{rest[0].replace('-', '_')}", f"longturn simulate {rest[0]}", rest[1:]
     module = cast(Verb, import_module(f"longturn.cli.{_MODULES.get(name, name)}"))
     parser = verb_parser(name, prog, module, (module.__doc__ or "").strip())
-    return module.run(parser.parse_args(rest))
+    args = parser.parse_args(rest)
+    if interrupts.leaves_at_once():
+        for needed in LOADS.get(name, ()):
+            with contextlib.suppress(ImportError):  # what is missing the verb says itself, if it matters
+                import_module(needed)
+        interrupts.leave_in_order()
+    return module.run(args)
 
 
 def _overview() -> str:

@@ -117,8 +117,19 @@ def add_config_flags(parser: argparse.ArgumentParser, *, positional: bool = True
         parser.add_argument(
             "model_dir", nargs="?", metavar="DIR", help="model directory or GGUF file; the embedded model if left out"
         )
-    parser.add_argument("--config", metavar="FILE", help="YAML file with settings, nested as in `--set`")
-    parser.add_argument(
+    add_file_and_sets(parser)
+    groups: dict[str, Any] = {}
+    for setting in settings():
+        section = setting.name.rpartition(".")[0] or "general"
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
+        _add_flag(groups[section], setting)
+
+
+def add_file_and_sets(group: Any) -> None:
+    """Add `--config` and `--set` alone, to a parser or a group of one."""
+    group.add_argument("--config", metavar="FILE", help="YAML file with settings, nested as in `--set`")
+    group.add_argument(
         "--set",
         action="append",
         default=[],
@@ -126,12 +137,6 @@ def add_config_flags(parser: argparse.ArgumentParser, *, positional: bool = True
         dest="sets",
         help="any setting by its name, such as cache.prefix_caching=false; may be repeated",
     )
-    groups: dict[str, Any] = {}
-    for setting in settings():
-        section = setting.name.rpartition(".")[0] or "general"
-        if section not in groups:
-            groups[section] = parser.add_argument_group(section)
-        _add_flag(groups[section], setting)
 
 
 def _add_flag(group: Any, setting: Setting) -> None:

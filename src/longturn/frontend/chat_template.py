@@ -23,7 +23,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from longturn.errors import ModelError, RequestError
-from longturn.frontend.conversation import Turn
+from longturn.frontend.conversation_ids import Turn
 from longturn.frontend.records import ChatPrompt
 from longturn.frontend.tokenizer import DEFAULT_TEMPLATE, Tokenizer
 from longturn.frontend.tool_prompt import CallSyntax, with_system_tools, with_written_calls

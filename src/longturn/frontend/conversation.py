@@ -19,23 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longturn.frontend.conversation_ids import Turn, common_tokens, continuation, last_continued, text_digest
-from longturn.frontend.conversation_keys import History, answer_key, canonical_message, history_of, text_history
-
-__all__ = [
-    "ConversationMemory",
-    "Found",
-    "History",
-    "MemoryLimits",
-    "Turn",
-    "canonical_message",
-    "common_tokens",
-    "continuation",
-    "history_of",
-    "last_continued",
-    "text_digest",
-    "text_history",
-]
+from longturn.frontend.conversation_ids import Turn
+from longturn.frontend.conversation_keys import History, answer_key
 
 _NAMES = 5
 """Most names of one conversation."""
@@ -79,8 +64,6 @@ class ConversationMemory:
         self.nbytes = 0
         self.hits = 0
         """Requests that extended a remembered turn."""
-        self.divergences = 0
-        """Requests whose prompt left what their conversation had before."""
 
     def __len__(self) -> int:
         return len(self._older) + len(self._newest)
@@ -141,13 +124,6 @@ class ConversationMemory:
             self._latest.popitem(last=False)
         while len(self._scopes) > limits.max_entries:
             self._scopes.popitem(last=False)
-
-    def clear(self) -> None:
-        self._older.clear()
-        self._newest.clear()
-        self._latest.clear()
-        self._scopes.clear()
-        self.nbytes = 0
 
     def _get(self, key: bytes) -> Turn | None:
         for place in (self._newest, self._older):

@@ -11,16 +11,9 @@ import numpy as np
 from longturn.engine.records import pack_tokens
 from longturn.errors import RequestError
 from longturn.frontend.chat_template import ChatTemplates, as_written, check_values
-from longturn.frontend.conversation import (
-    ConversationMemory,
-    Found,
-    History,
-    Turn,
-    continuation,
-    history_of,
-    last_continued,
-    text_history,
-)
+from longturn.frontend.conversation import ConversationMemory, Found
+from longturn.frontend.conversation_ids import Turn, continuation, last_continued
+from longturn.frontend.conversation_keys import History, history_of, text_history
 from longturn.frontend.conversation_reuse import edited_reasoning
 from longturn.frontend.parsers.registry import OutputFormat
 from longturn.frontend.records import ChatPrompt, TextPrompt, TextRequest, TokenPrompt, VolatileSpan

@@ -232,14 +232,14 @@ class Frontend:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids.
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, control tokens included.
 
         Raises:
             RequestError: an id is out of range.
         """
         check_ids(token_ids, self.limits.vocab_size, "tokens")
-        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     # --- steps of a request ------------------------------------------------------------------------------------------
 
@@ -250,7 +250,6 @@ class Frontend:
         known = draft.hashes[: len(draft.ids) // 4 // PAGE_TOKENS]
         compared = compare(ids, draft.history, draft.found, draft.volatile, extends=draft.extends, edited=draft.edited)
         self.memory.hits += draft.extends
-        self.memory.divergences += compared.diverged_at is not None
         if len(compared.known_hashes) > len(known):
             known = compared.known_hashes
         key = salt_key(request.cache_salt, request.tenant)

@@ -41,6 +41,8 @@ class GrammarSpec:
     """JSON without white space."""
     param: str = "response_format"
     """The request's field, for messages."""
+    tools: tuple[str, ...] = ()
+    """lark: for messages, the name of the tool that each line was made for; empty where it is none's."""
 
 
 # --- specifications --------------------------------------------------------------------------------------------------
@@ -104,9 +106,9 @@ def ebnf(text: str, *, param: str = "grammar") -> GrammarSpec:
     return GrammarSpec("ebnf", _filled(text, param), param=param)
 
 
-def lark(text: str, *, param: str = "tool_choice") -> GrammarSpec:
+def lark(text: str, *, param: str = "tool_choice", tools: tuple[str, ...] = ()) -> GrammarSpec:
     """A grammar in the library's dialect of Lark, made with `lark_text` and `lark_json`; its first rule is `start`."""
-    return GrammarSpec("lark", text, param=param)
+    return GrammarSpec("lark", text, param=param, tools=tools)
 
 
 # --- parts of Lark grammars ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -30,7 +31,9 @@ MAX_UNFINISHED = 32
 """Grammars that are tried or wait for it; one more is refused with 429."""
 
 _Key = tuple[GrammarSpec, ReasoningMarks | None]
-"""The spec without its `param`."""
+"""The spec without what messages alone need."""
+_PLACE = re.compile(r"at ([0-9]+)\([0-9]+\): (failed to compile JSON schema: )?")
+"""How the library says in which line of a grammar it has found what it complains of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +107,15 @@ class GrammarCompiler:
         most = self._limits.max_bytes
         # A character has one byte at least, so that the text of a far too large one is not encoded.
         if len(spec.text) > most or len(spec.text.encode("utf-8", "replace")) > most:
-            raise _bad(spec, f"has more than {most} bytes (server.grammar_max_bytes)")
+            of_tools = ": the schemas of the tools have" if spec.tools else " has"
+            raise RequestError(
+                f"'{spec.param}'{of_tools} more than {most} bytes (server.grammar_max_bytes)",
+                param=spec.param,
+                code="invalid_grammar",
+            )
 
     def _build(self, spec: GrammarSpec, marks: ReasoningMarks | None) -> Future[Checked]:
-        key = (replace(spec, param=""), marks)
+        key = (replace(spec, param="", tools=()), marks)
         with self._lock:
             build = self._builds.get(key)
             if build is not None and not _again(build):
@@ -128,7 +136,7 @@ class GrammarCompiler:
                 f"'{spec.param}' cannot be compiled: {checked.refusal}", param=spec.param, code="grammar_too_complex"
             )
         if checked.refusal is not None:
-            raise _bad(spec, f"cannot be compiled: {checked.refusal}")
+            raise _refused(spec, checked.refusal)
         return checked.text
 
     def _checked(self, spec: GrammarSpec, marks: ReasoningMarks | None) -> Checked:
@@ -170,5 +178,13 @@ def _close_all(checkers: list[GrammarChecker]) -> None:
         checker.close()
 
 
-def _bad(spec: GrammarSpec, what: str) -> RequestError:
-    return RequestError(f"'{spec.param}' {what}", param=spec.param, code="invalid_grammar")
+def _refused(spec: GrammarSpec, refusal: str) -> RequestError:
+    """The library's complaint in words of the request: it knows lines of a grammar that no client has written."""
+    subject = f"'{spec.param}'"
+    place = _PLACE.match(refusal)
+    if place is not None and spec.kind != "ebnf":
+        refusal = refusal[place.end() :]
+        line = int(place[1]) - 1
+        if line < len(spec.tools) and (tool := spec.tools[line]):
+            subject += f": the schema of the tool '{tool}'"
+    return RequestError(f"{subject} cannot be compiled: {refusal}", param=spec.param, code="invalid_grammar")

@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 
 from longturn.frontend.grammar import canonical_json, lark_text, lark_token
+from longturn.frontend.parsers.tool_grammar import escaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,10 @@ def behind_reasoning(text: str, marks: ReasoningMarks, *, may_open_line: bool) -
     rules = [f"reasoning: FREE {end}", "FREE: /(?s:.*)/"]
     if end is None:
         # Lazy: the first end marker is the end, since what follows it is the answer's.
-        rules = [f"reasoning[lazy]: /(?s:.*){_escaped(marks.end)}/"]
+        rules = [f"reasoning[lazy]: /(?s:.*){escaped(marks.end)}/"]
     head = f"start: reasoning {lines}@answer" if marks.opened else f"start: (begun {lines})? @answer"
     if not marks.opened:
         rules.append(f"begun: {begin} reasoning")
     return canonical_json(
         {"grammars": [{"lark_grammar": "\n".join([head, *rules])}, {**first, "name": "answer"}, *others]}
     )
-
-
-def _escaped(text: str) -> str:
-    """A literal text as a regular expression for between two slashes."""
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

@@ -1,18 +1,21 @@
 """Publishes what becomes of cached pages, in the ZeroMQ format of vLLM's KV events, for routers that know that one.
 
 A message has three frames: topic, sequence number (8 bytes, big-endian, from 0), and a msgpack array
-`[unix time, [event, ...], data parallel rank]`. An event is an array that begins with its name:
+`[unix time, [event, ...], data parallel rank]`. An event is a map, as vLLM writes it since June 2026 (0.24; its pull
+request 42892; 0.26 was seen to send just these):
 
-    ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name]
-    ["BlockRemoved", block_hashes, medium]
-    ["AllBlocksCleared"]
+    {"type": "BlockStored", "block_hashes": [...], "parent_block_hash": ..., "token_ids": [...], "block_size": 128,
+     "lora_id": nil, "medium": "GPU", "lora_name": nil}
+    {"type": "BlockRemoved", "block_hashes": [...], "medium": "GPU"}
+    {"type": "AllBlocksCleared"}
+
+or an array of the same values in the same order, the type first, as it wrote it until then. Later versions append
+optional fields, which readers take as absent. Mooncake's conductor reads maps alone, Dynamo and llm-d (since its 0.9)
+read both, older routers arrays alone.
 
 Hashes are 64-bit numbers: the end of the page's hash. A subscriber that sees a gap asks the replay socket with the
 first number that it misses; it is sent `(empty, number, payload)` for each message kept since then, and the number -1
 at the end.
-
-The fields and their order are those of `vllm/distributed/kv_events.py` in vLLM 0.12 to 0.2x; later ones append
-optional fields, which readers take as absent.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import logging
 import threading
 import time
 from collections import deque
+from typing import Any, Literal
 
 import msgspec
 import zmq
@@ -41,47 +45,36 @@ MEDIUM = "GPU"
 """Routers' word for the tier that steps read from, on every device: vLLM says so on a CPU, too."""
 
 
-class _Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True, gc=False):
-    pass
-
-
-class BlockStored(_Event, frozen=True, array_like=True, omit_defaults=True, tag=True, gc=False):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-
-
-class BlockRemoved(_Event, frozen=True, array_like=True, omit_defaults=True, tag=True, gc=False):
-    block_hashes: list[int]
-    medium: str | None
-
-
-class AllBlocksCleared(_Event, frozen=True, array_like=True, omit_defaults=True, tag=True, gc=False):
-    pass
-
-
-class EventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """Events of one step."""
-
-    ts: float
-    """Unix time."""
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-    data_parallel_rank: int | None = None
-
-
 def block_hash(page_hash: bytes) -> int:
     """The number that stands for a page's hash."""
     return int.from_bytes(page_hash[-8:], "big")
 
 
+def check_endpoints(endpoint: str | None, replay_endpoint: str | None) -> None:
+    """Raises ConfigError, naming the setting, if the port of a TCP address is none: ZeroMQ takes the number's lowest 16
+    bits instead."""
+    for setting, address in (("events_endpoint", endpoint), ("events_replay_endpoint", replay_endpoint)):
+        if address is None or not address.startswith("tcp://"):
+            continue
+        _, colon, port = address.rpartition(":")
+        if port == "*" or not colon or "/" in port:
+            continue  # any free port, or no port at all, which ZeroMQ refuses itself
+        if not (port.isascii() and port.isdigit()) or len(port) > 5 or not 1 <= int(port) <= 65535:
+            raise ConfigError(f"cache.{setting} '{address}': the port must be a number from 1 to 65535")
+
+
 class KvPublisher:
     """A `CacheListener` that publishes. `tell` and `close` belong to the engine's thread."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None = None, *, topic: str = "", rank: int = 0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        rank: int = 0,
+        events_format: Literal["maps", "arrays"] = "maps",
+    ) -> None:
         """
         Args:
             endpoint: where to publish: bound if it is a wildcard or a local socket (tcp://*:5557, ipc://...), else
@@ -89,12 +82,15 @@ class KvPublisher:
             replay_endpoint: where to answer subscribers that missed messages; always bound.
             topic: first frame of every message.
             rank: data parallel rank of this engine.
+            events_format: what an event is.
 
         Raises:
             ConfigError: an address is malformed or in use.
         """
+        check_endpoints(endpoint, replay_endpoint)
         self._topic = topic.encode()
         self._rank = rank
+        self._arrays = events_format == "arrays"
         self._encoder = msgspec.msgpack.Encoder()
         self._number = 0
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_MESSAGES)
@@ -119,7 +115,9 @@ class KvPublisher:
 
     def tell(self, events: tuple[CacheEvent, ...]) -> None:
         """See `CacheListener.tell`."""
-        payload = self._encoder.encode(EventBatch(time.time(), [_published(event) for event in events], self._rank))
+        published = [_published(event) for event in events]
+        batch = (time.time(), [list(one.values()) for one in published] if self._arrays else published, self._rank)
+        payload = self._encoder.encode(batch)
         with self._lock:
             number = self._number
             self._number += 1
@@ -172,17 +170,20 @@ def _is_local(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
-def _published(event: CacheEvent) -> BlockStored | BlockRemoved | AllBlocksCleared:
+def _published(event: CacheEvent) -> dict[str, Any]:
+    """An event's fields, in the order in which arrays have their values."""
     if isinstance(event, PagesStored):
-        return BlockStored(
-            block_hashes=[block_hash(page_hash) for page_hash in event.hashes],
-            parent_block_hash=None if event.parent is None else block_hash(event.parent),
-            token_ids=unpack_tokens(event.tokens),
-            block_size=PAGE_TOKENS,
-            lora_id=None,
-            medium=MEDIUM,
-            lora_name=None,
-        )
+        return {
+            "type": "BlockStored",
+            "block_hashes": [block_hash(page_hash) for page_hash in event.hashes],
+            "parent_block_hash": None if event.parent is None else block_hash(event.parent),
+            "token_ids": unpack_tokens(event.tokens),
+            "block_size": PAGE_TOKENS,
+            "lora_id": None,
+            "medium": MEDIUM,
+            "lora_name": None,
+        }
     if isinstance(event, PagesRemoved):
-        return BlockRemoved([block_hash(page_hash) for page_hash in event.hashes], MEDIUM)
-    return AllBlocksCleared()
+        hashes = [block_hash(page_hash) for page_hash in event.hashes]
+        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIUM}
+    return {"type": "AllBlocksCleared"}

@@ -8,9 +8,9 @@ from typing import Any
 
 from longturn.engine.hashing import page_hashes, salt_key
 from longturn.engine.records import EngineRequest, FinishReason, pack_tokens
-from longturn.frontend.conversation import ConversationMemory, History, Turn, text_digest
-from longturn.frontend.conversation_ids import Form, bare_form
-from longturn.frontend.conversation_keys import text_key
+from longturn.frontend.conversation import ConversationMemory
+from longturn.frontend.conversation_ids import Form, Turn, bare_form, text_digest
+from longturn.frontend.conversation_keys import History, text_key
 from longturn.frontend.conversation_reuse import Comparison
 from longturn.frontend.output import OutputText
 from longturn.frontend.parsers.registry import OutputFormat

@@ -153,10 +153,10 @@ class RemoteEngine:
         finally:
             del self._resets[number]
 
-    async def close(self) -> None:
-        """End the process; readers that still wait get `EngineDeadError`."""
+    async def close(self, why: str = "the engine was closed") -> None:
+        """End the process; readers that still wait get `EngineDeadError`, which says `why`."""
         self._closing = True
-        self._down = "the engine was closed"
+        self._down = why
         self._fail_streams(self._down)
         for task in (self._watcher, self._supervisor):
             if task is not None:

@@ -53,12 +53,7 @@ class LearnedLine:
 
     def fits(self, line: str) -> bool:
         changing = line[len(self.before) : len(line) - len(self.after)]
-        return (
-            len(line) > len(self.before) + len(self.after)
-            and line.startswith(self.before)
-            and line.endswith(self.after)
-            and any(char.isdigit() for char in changing)
-        )
+        return line.startswith(self.before) and line.endswith(self.after) and any(char.isdigit() for char in changing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ def create_app(
         tracer = otlp_tracer(config.server.traces_endpoint)
     service = generations = Generations(service, engine.abort, model.name, tracer)
     model = dataclasses.replace(model, aliases=config.server.model_aliases)
+    page_tokens = PAGE_TOKENS if config.cache.prefix_caching else 0
     openai = OpenAIRoutes(
         service=service,
         engine=engine,
@@ -69,9 +70,9 @@ def create_app(
         metrics=metrics,
         seed=config.seed,
         timeout_s=config.server.request_timeout_s,
+        page_tokens=page_tokens,
     )
     answers = OneAnswer(service, model, metrics, config.seed, config.server.request_timeout_s)
-    page_tokens = PAGE_TOKENS if config.cache.prefix_caching else 0
     store = ResponseStore(config.server.response_store_bytes, config.server.response_store_ttl_s)
     drain = drain or Drain()
     background = Background(drain)

@@ -19,11 +19,6 @@ class Drain:
         """Whether new requests are refused."""
         return self._draining
 
-    @property
-    def open(self) -> int:
-        """Requests in progress."""
-        return self._open
-
     def begin(self) -> None:
         """Refuse new requests from now on."""
         self._draining = True

@@ -75,7 +75,10 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 def body_of(error: LongturnError) -> bytes:
     """`error_body` of an error that a user can act on."""
     if isinstance(error, RequestError):
-        return error_body(error.http_status, str(error), param=error.param, code=error.code)
+        code = error.code
+        if code is None and error.param is not None and error.http_status == 400:
+            code = "invalid_value"  # most of what rooms below refuse is a value out of its range
+        return error_body(error.http_status, str(error), param=error.param, code=code)
     return error_body(error.http_status, str(error))
 
 

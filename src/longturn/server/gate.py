@@ -122,7 +122,8 @@ class Gate:
         # No early exit: the time must not tell which key came close.
         matches = [hmac.compare_digest(key, accepted) for accepted in self._keys]
         if not any(matches):
-            raise AuthError("incorrect API key: send an accepted one as 'Authorization: Bearer KEY'")
+            fault = "incorrect API key" if key else "no API key"
+            raise AuthError(f"{fault}: send an accepted one as 'Authorization: Bearer KEY'")
         return hashlib.sha256(key).hexdigest()[:32]
 
     def _waiting_time(self, status: int, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

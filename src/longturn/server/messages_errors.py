@@ -18,6 +18,11 @@ _KINDS = {
 }
 
 
+NO_THREADS = "thread_unsupported_request"
+"""Code of the refusal of a conversation that the server shall hold. Anthropic's clients, which ask for one in each run
+of tools, look for it in the error's `details`, and go on with whole conversations."""
+
+
 def is_messages_path(path: str) -> bool:
     """Whether clients of a path speak Anthropic's dialect."""
     return path == PATH or path.startswith(f"{PATH}/")
@@ -32,12 +37,19 @@ def messages_error(status: int, body: bytes, request_id: str | None = None) -> b
         request_id: shown beside it.
     """
     error = msgspec.json.decode(body)["error"]
+    details = {"details": {"error_code": NO_THREADS}} if error["code"] == NO_THREADS else {}
     kind = _KINDS.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     return msgspec.json.encode(
         {
             "type": "error",
             # Anthropic's errors do not name the field apart; the message does.
-            "error": {"type": kind, "message": error["message"], "param": error["param"], "code": error["code"]},
+            "error": {
+                "type": kind,
+                "message": error["message"],
+                "param": error["param"],
+                "code": error["code"],
+                **details,
+            },
             "request_id": request_id,
         }
     )

@@ -15,6 +15,7 @@ from longturn.errors import RequestError
 from longturn.frontend.grammar import GrammarSpec
 from longturn.frontend.records import ChatPrompt, ToolChoice
 from longturn.server.fields import invalid, new_tool_name, not_supported, text_in
+from longturn.server.messages_errors import NO_THREADS
 from longturn.server.messages_types import INVALID_INPUT, MessagesRequest
 from longturn.server.openai_requests import choices_of
 from longturn.server.refused import check_refused
@@ -36,6 +37,12 @@ def check_supported(request: MessagesRequest) -> None:
         raise not_supported("mcp_servers", "the server calls no other servers; give their tools as 'tools'")
     if request.container is not None:
         raise not_supported("container", "code is not executed on the server")
+    if request.thread is not None:
+        raise RequestError(
+            "'thread': conversations are not held by the server; send all messages", param="thread", code=NO_THREADS
+        )
+    if request.compaction is not None:
+        raise not_supported("compaction", "the server summarizes no conversations")
     if request.prompt_logprobs is not None:
         raise not_supported("prompt_logprobs", "it is not supported here; use /v1/chat/completions")
     check_refused(request)

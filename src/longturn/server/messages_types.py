@@ -50,3 +50,5 @@ class MessagesRequest(SamplingFields, kw_only=True):
     # Refused unless they ask for nothing.
     mcp_servers: list[Any] | None = None
     container: Any = None
+    thread: Any = None
+    compaction: Any = None

@@ -14,7 +14,7 @@ from longturn.frontend.records import TextChunk, Usage
 from longturn.server.blocks import AnswerBlocks, Block, BlockEvent
 from longturn.server.messages_errors import messages_error
 from longturn.server.messages_types import INVALID_INPUT
-from longturn.server.responses_writer import reuse_fields, written_tokens
+from longturn.server.usage import reuse_fields, written_tokens
 
 _encode = msgspec.json.encode
 _TYPES = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
@@ -161,7 +161,8 @@ def _block(block: Block, *, whole: bool) -> dict[str, Any]:
             "input": _input(block) if whole else {},
         }
     if block.kind == "text":
-        return content | {"text": block.text if whole else "", "citations": None}
+        # No `citations`: Anthropic has the field only where there are some, and Vercel's AI SDK refuses null.
+        return content | {"text": block.text if whole else ""}
     return content | {
         "thinking": block.text if whole else "",
         "signature": _signature(block) if whole else "",

@@ -271,7 +271,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if isinstance(content, str) or content is None:
         if content is None and role != "assistant":
             raise invalid(f"{where}.content", "must be a text or a list of text parts")
-        return message
+        # An answer that says nothing and calls nothing comes back as nothing; templates want a text.
+        return {**message, "content": ""} if content is None and not calls else message
     if not isinstance(content, list):
         raise invalid(f"{where}.content", "must be a text or a list of text parts")
     return {**message, "content": "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))}

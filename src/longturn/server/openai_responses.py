@@ -14,6 +14,7 @@ from longturn.errors import LongturnError
 from longturn.frontend.parsers.base import join_calls, join_pieces
 from longturn.frontend.records import PromptLogprobs, TextChunk, ToolCall, ToolCallDelta, Usage
 from longturn.server.openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from longturn.server.usage import reuse_fields, written_tokens
 
 _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
@@ -40,6 +41,8 @@ class Answer:
     """Usage so far in every streamed event (`continuous_usage_stats`); needs `stream_usage`."""
     echo: tuple[str, ...] = ()
     """Texts of the prompts, which the texts of their choices begin with; empty if they do not."""
+    page_tokens: int = 0
+    """Tokens of a cached page; 0 if prompts are not kept."""
     prompt_logprobs: bool = False
     """Show the prompts' log-probabilities apart from the choices' texts (`prompt_logprobs`)."""
 
@@ -56,27 +59,28 @@ class Answer:
         return self.echo[self.prompt_of(index)] if self.echo else ""
 
 
-def usage_object(usages: Sequence[Usage | None], prompts: int) -> dict[str, Any]:
-    """Usage over all choices. A prompt counts once, however many choices it has."""
+def usage_object(usages: Sequence[Usage | None], prompts: int, page_tokens: int) -> dict[str, Any]:
+    """Usage over all choices. A prompt counts once, however many choices it has. `page_tokens` as in `Answer`."""
     known = [usage for usage in usages if usage is not None]
     leaders = [usage for usage in usages[:: max(1, len(usages) // prompts)] if usage is not None]
     prompt_tokens = sum(usage.prompt_tokens for usage in leaders)
     completion_tokens = sum(usage.completion_tokens for usage in known)
     reasoning_tokens = sum(usage.reasoning_tokens for usage in known)
     # Always there, also when 0: a client cannot tell "no hit" from "not known" otherwise.
-    details: dict[str, Any] = {"cached_tokens": sum(usage.cached_tokens for usage in leaders)}
-    diverged = next((usage.diverged_at for usage in leaders if usage.diverged_at is not None), None)
-    if diverged is not None:
-        details["diverged_at"] = diverged
-    reason = next((usage.reuse_reason for usage in leaders if usage.reuse_reason is not None), None)
-    if reason is not None:
-        details["reuse"] = reason.value
+    details = {
+        "cached_tokens": sum(usage.cached_tokens for usage in leaders),
+        "cache_write_tokens": sum(written_tokens(usage, page_tokens) for usage in leaders),
+    }
+    reuse: dict[str, Any] = {}
+    for usage in reversed(leaders):
+        reuse |= reuse_fields(usage)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": details,
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        **reuse,
     }
 
 
@@ -137,7 +141,9 @@ def whole_answer(
             _whole_choice(answer, index, chunks, scores[answer.prompt_of(index)])
             for index, chunks in enumerate(choices)
         ],
-        "usage": usage_object([chunks[-1].usage for chunks in all_choices or choices], answer.prompts),
+        "usage": usage_object(
+            [chunks[-1].usage for chunks in all_choices or choices], answer.prompts, answer.page_tokens
+        ),
     }
     if answer.token_ids and answer.chat:
         body["prompt_token_ids"] = list(choices[0][0].prompt_token_ids or ())
@@ -283,7 +289,7 @@ class EventWriter:
     def closing(self) -> bytes:
         if not self.answer.stream_usage:
             return DONE
-        usage = _encode(usage_object(self._usages, self.answer.prompts))
+        usage = _encode(usage_object(self._usages, self.answer.prompts, self.answer.page_tokens))
         return self._head + b',"choices":[],"usage":' + usage + b"}\n\n" + DONE
 
     def _count(self, index: int, chunk: TextChunk) -> None:

@@ -53,6 +53,8 @@ class OpenAIRoutes:
     seed: int
     """Requests without a seed get one derived from this and their number, so that a run can be repeated."""
     timeout_s: float
+    page_tokens: int
+    """Tokens of a cached page; 0 if prompts are not kept."""
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _chat: msgspec.json.Decoder[ChatRequest] = field(default_factory=lambda: msgspec.json.Decoder(ChatRequest))
     _completion: msgspec.json.Decoder[CompletionRequest] = field(
@@ -192,6 +194,7 @@ class OpenAIRoutes:
             prompts=len(prompts),
             choices=len(prompts) * choices,
             echo=echo,
+            page_tokens=self.page_tokens,
             prompt_logprobs=body.prompt_logprobs is not None,
             logprobs=logprobs is not None,
             token_ids=bool(body.return_token_ids),

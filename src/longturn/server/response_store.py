@@ -16,8 +16,10 @@ import msgspec
 
 _ENTRY_BYTES = 1024
 """Bytes counted for an entry's own objects."""
+_ITEM_BYTES = 256
+"""Bytes counted for finding a response by an item of its output."""
 _Key = tuple[str | None, str]
-"""The client (see `gate`), and the response's id."""
+"""The client (see `gate`), and the id of a response or of an item."""
 
 
 @dataclass(slots=True)
@@ -47,6 +49,13 @@ class StoredResponse:
 
     body: bytes
     part: Part
+    items: tuple[str, ...] = ()
+    """Ids of the items that its output consists of."""
+
+    @property
+    def nbytes(self) -> int:
+        """What is counted for it, without its part of the conversation."""
+        return _ENTRY_BYTES + len(self.body) + _ITEM_BYTES * len(self.items)
 
 
 class ResponseStore:
@@ -64,6 +73,8 @@ class ResponseStore:
         self._now_s = now_s
         self._entries: OrderedDict[_Key, tuple[float, StoredResponse]] = OrderedDict()
         """In order of last use."""
+        self._holders: dict[_Key, str] = {}
+        """Ids of responses by those of their items."""
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -83,6 +94,11 @@ class ResponseStore:
         self._entries[tenant, response_id] = (self._now_s(), entry[1])
         return entry[1]
 
+    def holder(self, tenant: str | None, item_id: str) -> StoredResponse | None:
+        """The response of this client whose output has an item of that id."""
+        response_id = self._holders.get((tenant, item_id))
+        return None if response_id is None else self.get(tenant, response_id)
+
     def put(
         self,
         tenant: str | None,
@@ -90,6 +106,7 @@ class ResponseStore:
         body: bytes,
         messages: tuple[Mapping[str, Any], ...],
         before: Part | None,
+        items: tuple[str, ...] = (),
     ) -> None:
         """Keep a response, and forget those unused for longest if there is no room.
 
@@ -99,12 +116,15 @@ class ResponseStore:
             body: its JSON.
             messages: its input and its answer.
             before: the end of the conversation that it continues.
+            items: ids of the items that its output consists of.
         """
         self._drop((tenant, response_id))
         part = Part(messages, before, len(msgspec.json.encode(messages)))
         self._use(part)
-        self._entries[tenant, response_id] = (self._now_s(), StoredResponse(body, part))
-        self.nbytes += _ENTRY_BYTES + len(body)
+        stored = StoredResponse(body, part, items)
+        self._entries[tenant, response_id] = (self._now_s(), stored)
+        self._holders |= {(tenant, item_id): response_id for item_id in items}
+        self.nbytes += stored.nbytes
         self._expire()
         while self.nbytes > self._max_bytes:
             self._drop(next(iter(self._entries)))
@@ -118,8 +138,11 @@ class ResponseStore:
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
-        self.nbytes -= _ENTRY_BYTES + len(entry[1].body)
-        self._release(entry[1].part)
+        stored = entry[1]
+        for item_id in stored.items:
+            self._holders.pop((key[0], item_id), None)
+        self.nbytes -= stored.nbytes
+        self._release(stored.part)
         return True
 
     def _use(self, part: Part) -> None:

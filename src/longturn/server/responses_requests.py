@@ -34,6 +34,8 @@ def check_supported(request: ResponsesRequest) -> None:
         raise not_supported("background", "a response in the background is not streamed; ask for it by its id")
     if request.conversation is not None:
         raise not_supported("conversation", "conversations are not supported; use 'previous_response_id'")
+    if (request.multi_agent or {}).get("enabled", False) is not False:
+        raise not_supported("multi_agent", "agents do not run on the server")
     if request.prompt is not None:
         raise not_supported("prompt", "prompt templates are not supported; use 'instructions' and 'input'")
     if request.truncation not in (None, "disabled"):

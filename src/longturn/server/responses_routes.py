@@ -23,6 +23,7 @@ from longturn.server.one_answer import OneAnswer
 from longturn.server.response_store import Part, ResponseStore, StoredResponse
 from longturn.server.responses_background import Background, BackgroundWork
 from longturn.server.responses_items import input_items, page_of
+from longturn.server.responses_references import item_ids, resolved
 from longturn.server.responses_tools import Unsupported, choice_of, client_tools
 from longturn.server.responses_types import ResponsesRequest
 from longturn.server.responses_writer import ResponseShape, ResponsesWriter
@@ -68,6 +69,8 @@ class ResponsesRoutes:
                 code="invalid_value",
             )
         tenant: str | None = http.scope["state"]["tenant"]
+        if isinstance(body.input, list):
+            body.input = resolved(body.input, self.store, tenant)
         new = requests.input_messages(body)
         before = self._before(tenant, body.previous_response_id)
         known = [] if before is None else before.conversation()
@@ -84,7 +87,7 @@ class ResponsesRoutes:
 
         def keep(finished: bytes, answer: AnswerBlocks) -> None:
             if body.store is not False and self.store.keeps:
-                self.store.put(tenant, shape.id, finished, (*new, _message(answer)), before)
+                self.store.put(tenant, shape.id, finished, (*new, _message(answer)), before, item_ids(finished))
 
         writer = ResponsesWriter(shape, keep)
         request = self.answers.request(

@@ -46,6 +46,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Refused unless they ask for nothing.
+    multi_agent: dict[str, Any] | None = None
     conversation: Any = None
     prompt: Any = None
     truncation: str | None = None

@@ -18,6 +18,7 @@ from longturn.engine.records import FinishReason
 from longturn.frontend.records import TextChunk, Usage
 from longturn.server.blocks import AnswerBlocks, Block, BlockEvent
 from longturn.server.responses_tools import ClientTool, custom_input
+from longturn.server.usage import reuse_fields, written_tokens
 
 _encode = msgspec.json.encode
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
@@ -209,29 +210,12 @@ def usage_object(usage: Usage, page_tokens: int) -> dict[str, Any]:
         "input_tokens_details": {
             "cached_tokens": usage.cached_tokens,
             "cache_write_tokens": written_tokens(usage, page_tokens),
-            **reuse_fields(usage),
         },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        **reuse_fields(usage),
     }
-
-
-def written_tokens(usage: Usage, page_tokens: int) -> int:
-    """Prompt tokens that were computed and are kept for later prompts: those of whole pages that were not cached."""
-    if not page_tokens:
-        return 0
-    return max(0, usage.prompt_tokens // page_tokens * page_tokens - usage.cached_tokens)
-
-
-def reuse_fields(usage: Usage) -> dict[str, Any]:
-    """Longturn's own words on how a prompt met its conversation, under the names that the chat API has them."""
-    fields: dict[str, Any] = {}
-    if usage.diverged_at is not None:
-        fields["diverged_at"] = usage.diverged_at
-    if usage.reuse_reason is not None:
-        fields["reuse"] = usage.reuse_reason.value
-    return fields
 
 
 def _part(block: Block, text: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from longturn.config import EngineConfig, ServerConfig, check_config
 from longturn.errors import LongturnError
+from longturn.frontend.kv_publisher import check_endpoints
 from longturn.frontend.remote_engine import DEFAULT_FACTORY, RemoteEngine
 from longturn.server.app import create_app
 from longturn.server.drain import Drain
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 2
 """Time for the errors of requests that outlast the drain to leave, before uvicorn cancels what is left."""
+CUT_OFF = "the server is shutting down and did not finish this request; it can be sent again"
+"""What requests that outlast the drain are told."""
 KEEP_ALIVE_S = 75
 """An idle connection lives this long: agents pause between turns, and a reused connection that the server is just
 closing fails a request."""
@@ -108,6 +111,7 @@ def serve(
     configure_logs(config.server)
     accepted_keys(config.server)
     check_certificate(config.server)
+    check_endpoints(config.cache.events_endpoint, config.cache.events_replay_endpoint)
     build = build_service or _default_build()
     sock = bind(config.server)
     try:
@@ -137,7 +141,8 @@ async def _serve(
     def on_signal(number: int) -> None:
         received.append(number)
         if server is None:
-            task.cancel()
+            if len(received) == 1:  # a second one would cut short what ends the engine
+                task.cancel()
         elif drain.draining:
             # The second time means now.
             server.should_exit = server.force_exit = True
@@ -149,7 +154,7 @@ async def _serve(
     async def finish(server: _Server) -> None:
         if not await drain.wait(config.server.drain_s):
             # Readers of a closed engine get an error that says so; uvicorn alone would cut their connections.
-            await engine.close()
+            await engine.close(CUT_OFF)
             await drain.wait(LAST_WORDS_S)
         server.should_exit = True
 
@@ -187,7 +192,7 @@ async def _serve(
         for ending in closing:
             ending.cancel()
         await asyncio.gather(*closing, return_exceptions=True)
-        await engine.close()
+        await engine.close(CUT_OFF)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
     return received[0] if received else None

@@ -19,13 +19,17 @@ def check_certificate(server: ServerConfig) -> bool:
         if server.ssl_keyfile is not None:
             raise ConfigError("server.ssl_keyfile is given without server.ssl_certfile")
         return False
-    for name in ("ssl_certfile", "ssl_keyfile"):
-        path = getattr(server, name)
-        if path is not None:
-            try:
-                Path(path).read_bytes()
-            except OSError as error:
-                raise ConfigError(f"server.{name}: cannot read {path}: {error.strerror}") from None
+    certificate = _read("ssl_certfile", server.ssl_certfile)
+    key = certificate if server.ssl_keyfile is None else _read("ssl_keyfile", server.ssl_keyfile)
+    # The library says of both only that it is not content.
+    if b"CERTIFICATE-----" not in certificate:
+        raise ConfigError(f"server.ssl_certfile {server.ssl_certfile} holds no certificate in PEM")
+    if b"PRIVATE KEY-----" not in key and server.ssl_keyfile is None:
+        raise ConfigError(
+            f"server.ssl_certfile {server.ssl_certfile} holds no private key: name it in server.ssl_keyfile"
+        )
+    if b"PRIVATE KEY-----" not in key:
+        raise ConfigError(f"server.ssl_keyfile {server.ssl_keyfile} holds no private key in PEM")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # A password would be asked for on the terminal, where a server must not wait.
@@ -34,3 +38,10 @@ def check_certificate(server: ServerConfig) -> bool:
         reason = getattr(error, "reason", None) or error
         raise ConfigError(f"server.ssl_certfile {server.ssl_certfile} cannot be used: {reason}") from None
     return True
+
+
+def _read(name: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"server.{name}: cannot read {path}: {error.strerror}") from None

@@ -157,7 +157,7 @@ class Stand:
         if experts is not None:
             leave_experts(made, experts)
         self.model = MiniMaxM3Gpu(made, pages, plans)
-        _fill(made.kv, self.model.storage)
+        fill_cache(made.kv, self.model.storage)
         torch.cuda.synchronize()
         self.executor = GpuExecutor(self.model, limits, description=torch.cuda.get_device_name())
         self._made = 0
@@ -213,7 +213,7 @@ def leave_experts(made: GpuWeights, count: int) -> None:
 _FILL_PAGES = 1024
 
 
-def _fill(kv: KVSpec, cache: torch.Tensor) -> None:
+def fill_cache(kv: KVSpec, cache: torch.Tensor) -> None:
     """Random keys and values near one, in whatever format."""
     for layer, lanes in enumerate(kv.layers):
         for number, lane in enumerate(lanes):

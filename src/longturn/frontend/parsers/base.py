@@ -64,6 +64,11 @@ class Pieces:
         if self.count:
             self._behind += len(text)
 
+    @property
+    def after_call(self) -> bool:
+        """Nothing but white space has come since the last tag that belongs to calls."""
+        return self._after_call
+
     def take_space(self) -> str:
         """The white space before what may be a call."""
         space = "".join(self._space)
@@ -136,12 +141,6 @@ class ToolParser(Protocol):
     def finish(self) -> ToolPiece:
         """What was held back, at the end of the output."""
         ...
-
-
-def parse_reasoning(parser: ReasoningParser, text: str) -> ReasoningPiece:
-    """The reasoning and the rest of a whole text."""
-    first, last = parser.push(text), parser.finish()
-    return ReasoningPiece(first.reasoning + last.reasoning, first.content + last.content)
 
 
 def parse_tools(parser: ToolParser, text: str) -> ToolText:

@@ -13,7 +13,8 @@ are cut off. What models get wrong, and what becomes of it:
   read as if the marker were not there.
 - Arguments that turn out to be no JSON are given out as they are: up to the bracket that would end them, or to the
   closing marker. The client sees that they are none. Line ends inside of strings are corrected.
-- A closing marker that is missing is not missed; several objects between two markers, or a list, are several calls.
+- A closing marker that is missing is not missed, and one that is cut off is no text. Several objects between two
+  markers, or a list, are several calls.
 - Where no marker is needed only an answer that begins with the object makes a call, and only if the request has a tool
   of that name: an answer may be JSON for other reasons.
 
@@ -118,7 +119,7 @@ class JsonCalls:
             self._run()
         if self._state is _State.ARGUMENTS:
             self._pieces.more(self._pending)
-        else:
+        elif self._state is not _State.CALLED or not self._closer.startswith(self._pending.lstrip()):
             self._pieces.text("".join(self._value) + self._pending)
         self._pending = ""
         self._value.clear()

@@ -14,6 +14,14 @@ from typing import Any
 
 from longturn.frontend.parsers.minimax_m3_tags import NAMESPACE, TOOL_BLOCK
 from longturn.frontend.parsers.schema import ITEM, MAX_ALTERNATIVES, listed, resolved
+from longturn.frontend.parsers.strict_schema import (
+    check_alone,
+    check_any_text,
+    check_array,
+    check_listed,
+    check_object,
+    text_schema,
+)
 from longturn.frontend.parsers.tool_grammar import CallGrammar, Function, Rules, count_of, text_up_to
 
 Schema = Mapping[str, Any]
@@ -40,10 +48,13 @@ class _Elements:
     def members(self, schema: Schema) -> str:
         """An object's members as elements, in the order of the schema, and the marker after them."""
         properties, required = properties_of(schema, self.function.parameters)
+        # No tag can have such a name.
+        nameless = {key for key in properties if set(key) & set("<>\n") or not key.strip("/ \t")}
+        check_object(self.function, schema, properties.keys() - nameless, required)
         parts = []
         for key, member in properties.items():
-            if set(key) & set("<>\n") or not key.strip("/ \t"):
-                continue  # no tag can have this name
+            if key in nameless:
+                continue
             element = f"{self._marked(f'<{key}>')} {self.value(member)} {self.rules.literal(f'</{key}>')}"
             parts.append(element if key in required else f"({element})?")
         return self.rules.add("members", " ".join([*parts, self.rules.literal(NAMESPACE)]))
@@ -53,15 +64,19 @@ class _Elements:
         if not isinstance(schema, Mapping):
             schema = {}
         if isinstance(reference := schema.get("$ref"), str):
+            check_alone(self.function, schema, "$ref")
             return self._referred(reference)
         choices = schema.get("anyOf") or schema.get("oneOf")
         kinds = schema.get("type")
+        if choices:
+            check_alone(self.function, schema, "anyOf" if schema.get("anyOf") else "oneOf")
         if not choices and isinstance(kinds, Sequence) and not isinstance(kinds, str):
             # Once each: every level of a schema would multiply the next one.
             choices = [{**schema, "type": kind} for kind in dict.fromkeys(map(str, kinds))]
         if isinstance(choices, Sequence) and not isinstance(choices, str) and choices:
             return self._one_of(choices[:MAX_ALTERNATIVES])
         if values := listed(schema):
+            check_listed(self.function, schema)
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
             return self.rules.add("value", " | ".join(self.rules.literal(f"{text}{NAMESPACE}") for text in texts))
         if kinds == "array" or (kinds is None and "items" in schema):
@@ -74,6 +89,7 @@ class _Elements:
         return self._text(schema)
 
     def _array(self, schema: Schema) -> str:
+        check_array(self.function, schema)
         item = schema.get("items")
         element = f"{self._marked(f'<{ITEM}>')} {self.value(item)} {self.rules.literal(f'</{ITEM}>')}"
         least, most = schema.get("minItems"), schema.get("maxItems")
@@ -83,8 +99,12 @@ class _Elements:
     def _one_of(self, choices: Sequence[Any]) -> str:
         plain = [choice for choice in choices if isinstance(choice, Mapping)]
         text = [choice for choice in plain if choice.get("type") == "string" and not listed(choice)]
+        if text and len(plain) == 1:
+            return self._text(text[0])
         if text:  # any text takes in the others
-            return self._text({} if len(plain) > 1 else text[0])
+            for choice in plain:
+                check_any_text(self.function, choice)
+            return self._text({})
         return self.rules.add("value", " | ".join([self.value(choice) for choice in plain] or [self._text({})]))
 
     def _referred(self, reference: str) -> str:
@@ -95,7 +115,7 @@ class _Elements:
         return self.references[reference]
 
     def _text(self, schema: Schema) -> str:
-        return text_up_to(self.rules, schema, NAMESPACE, strict=self.function.strict)
+        return text_up_to(self.rules, text_schema(self.function, schema), NAMESPACE, strict=self.function.strict)
 
     def _json(self, schema: Schema) -> str:
         json_rule = self.rules.json(schema, strict=self.function.strict)

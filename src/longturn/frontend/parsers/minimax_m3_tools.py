@@ -85,7 +85,7 @@ class MinimaxM3Tools:
     def finish(self) -> ToolPiece:
         """As `ToolParser.finish`."""
         held = self._tags.finish()
-        if held and not (self._state is _State.CALL and self._begins_tag(held)):
+        if held and not self._begins_tag(held):
             self._token(held)
         if self._state is _State.CALL:
             self._end_arguments()
@@ -96,7 +96,9 @@ class MinimaxM3Tools:
         return self._pieces.take()
 
     def _begins_tag(self, text: str) -> bool:
-        """Whether a text is the beginning of a tag that could come now, in a call."""
+        """Whether a text is the beginning of a tag that could come now: in a call, or behind the last of a block."""
+        if self._state is not _State.CALL:
+            return self._in_block and self._pieces.after_call and f"{NAMESPACE}</tool_call>".startswith(text)
         name = self._text_name or (self._stack[-1].name if self._stack else "invoke")
         tags = (f"{NAMESPACE}</{ending}>" for ending in (name, "invoke", "tool_call"))
         return f"{NAMESPACE}<".startswith(text) or any(tag.startswith(text) for tag in tags)

@@ -16,7 +16,8 @@ What models get wrong, and what becomes of it:
 
 - No function behind the opening marker: both are content.
 - Without `<tool_call>` a function is called only if it is one of the request's tools.
-- A tag that is missing (of a value, a function, a block) ends with the next one around it.
+- A tag that is missing (of a value, a function, a block) ends with the next one around it. A closing one that is cut
+  off is no text.
 - Text beside parameters is kept as the member `$text`. A call whose whole body is a JSON object has that for arguments.
 - The output ends inside a call: what was written is the beginning of a JSON text, which is no client's arguments.
 """
@@ -108,7 +109,9 @@ class Qwen3CoderTools:
         while self._state is _State.OPENED:
             self._give_back()
             self._run()
-        self._pieces.text(self._take(len(self._pending)))
+        rest = self._take(len(self._pending))
+        if self._state is not _State.CALLED or not BLOCK_END.startswith(rest.lstrip()):
+            self._pieces.text(rest)
         self._pieces.end()
         self._pieces.more(self._arguments.take())
         return self._pieces.take()

@@ -20,6 +20,7 @@ from longturn.frontend.parsers.qwen3_coder import (
     PARAMETER_END,
 )
 from longturn.frontend.parsers.schema import allowed_types, listed
+from longturn.frontend.parsers.strict_schema import check_listed, check_object, text_schema
 from longturn.frontend.parsers.tool_grammar import CallGrammar, Function, Rules, moved, text_up_to
 
 _END = f"\n{PARAMETER_END}"
@@ -29,10 +30,12 @@ _ROOT = "#/$defs/root"
 
 def _call(rules: Rules, function: Function) -> str:
     properties, required = properties_of(function.parameters, function.parameters)
+    nameless = {name for name in properties if set(name) & set("<>\n") or not name}  # no tag can have such a name
+    check_object(function, function.parameters, properties.keys() - nameless, required)
     parts = [rules.literal(f"{FUNCTION}{function.name}>\n")]
     for name, schema in properties.items():
-        if set(name) & set("<>\n") or not name:
-            continue  # no tag can have this name
+        if name in nameless:
+            continue
         begin, end = rules.literal(f"{PARAMETER}{name}>\n"), rules.literal("\n")
         parameter = f"{begin} {_value(rules, function, schema)} {end}"
         parts.append(parameter if name in required else f"({parameter})?")
@@ -42,15 +45,31 @@ def _call(rules: Rules, function: Function) -> str:
 def _value(rules: Rules, function: Function, schema: Any) -> str:
     """A value and its closing tag."""
     root, plain = function.parameters, schema if isinstance(schema, Mapping) else {}
-    if values := listed(plain):
+    if values := _listed(function, plain):
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         return rules.add("value", " | ".join(rules.literal(f"{text}{_END}") for text in texts))
     types = allowed_types(plain, root)
     if not types or "string" in types:
-        return text_up_to(rules, plain, _END, strict=function.strict)
+        return text_up_to(rules, text_schema(function, plain), _END, strict=function.strict)
     whole = dict(moved(plain, _ROOT, strict=function.strict))
     whole["$defs"] = {"root": moved(root, _ROOT, strict=function.strict)}
     return rules.add("value", f"{rules.json(whole, strict=function.strict)} {rules.literal(_END)}")
+
+
+def _listed(function: Function, schema: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists, also beside null; empty if there are others."""
+    plain = text_schema(function, schema) if schema.keys() == {"$ref"} else schema
+    if values := listed(plain):
+        check_listed(function, plain)
+        return values
+    choices = plain.get("anyOf")
+    if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
+        return []
+    if not all(listed(choice) or choice == {"type": "null"} for choice in choices):
+        return []
+    for choice in choices:
+        check_listed(function, choice)
+    return [value for choice in choices for value in listed(choice) or [None]]
 
 
 QWEN3_CODER = CallGrammar(_call, f"{BLOCK}\n", f"\n{BLOCK_END}", f"\n{BLOCK_END}\n{BLOCK}\n", BLOCK)

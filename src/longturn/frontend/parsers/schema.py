@@ -72,12 +72,12 @@ def argument_schema(name: str, root: Schema) -> Any:
         name: the argument's.
         root: schema of the object that all arguments make.
     """
-    return _member_schema(name, _alternatives(root, root))
+    return _member_schema(name, alternatives(root, root))
 
 
 def allowed_types(schema: Any, root: Schema) -> set[str]:
     """The JSON types that `schema`, a part of `root`, names; empty if it says nothing of them."""
-    return _types(_alternatives(schema, root))
+    return _types(alternatives(schema, root))
 
 
 def argument_value(group: Sequence[Element], root: Schema) -> Any:
@@ -94,7 +94,7 @@ def text_value(text: str, schema: Any, root: Schema) -> Any:
         schema: of the argument; None if none is known.
         root: what references lead into.
     """
-    return _scalar(text, allowed_types(schema, root), _alternatives(schema, root))
+    return _scalar(text, allowed_types(schema, root), alternatives(schema, root))
 
 
 def element_object(text: str) -> dict[str, Any] | None:
@@ -106,7 +106,7 @@ def element_object(text: str) -> dict[str, Any] | None:
 # --- schemas ---------------------------------------------------------------------------------------------------------
 
 
-def _alternatives(schema: Any, root: Schema) -> list[Schema]:
+def alternatives(schema: Any, root: Schema) -> list[Schema]:
     """A schema and all that it is combined of, references followed."""
     found: list[Schema] = []
     waiting = [schema]
@@ -199,7 +199,7 @@ def _entry_schema(index: int, schemas: Iterable[Schema]) -> Any:
 
 
 def _value(element: Element, schema: Any, root: Schema) -> Any:
-    schemas = _alternatives(schema, root)
+    schemas = alternatives(schema, root)
     types = _types(schemas)
     if not element.children:
         return _scalar(element.text, types, schemas)
@@ -234,7 +234,7 @@ def _object(element: Element, schemas: Sequence[Schema], root: Schema) -> dict[s
 
 def _repeated(group: Sequence[Element], schema: Any, root: Schema) -> list[Any]:
     """A name that comes several times is a list of its values."""
-    schemas = _alternatives(schema, root)
+    schemas = alternatives(schema, root)
     if "array" not in _types(schemas):
         return [_value(element, schema, root) for element in group]
     # For a list each may be one entry or several.

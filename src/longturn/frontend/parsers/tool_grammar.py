@@ -19,6 +19,7 @@ from typing import Any
 from longturn.errors import RequestError
 from longturn.frontend import grammar
 from longturn.frontend.grammar import GrammarSpec, lark_body, lark_text, lark_token
+from longturn.frontend.parsers.text_formats import TEXT_FORMATS
 from longturn.frontend.records import ToolChoice
 
 MAX_CALLS = 32
@@ -30,6 +31,7 @@ _JSON_OPTIONS: Mapping[str, Any] = {
     # No \\uXXXX: characters are written as they are, as templates write them.
     "json_allowed_escapes": 'nrbtf\\"',
 }
+_ANY = "(?s:.*)"
 _UNFOLLOWED = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
 """Look-around and back-references in a pattern."""
 _COMBINERS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "patternProperties", "if", "unevaluatedProperties"})
@@ -76,18 +78,20 @@ class Rules:
             text = text[at + len(mark) :]
         return " ".join(parts)
 
-    def up_to(self, marker: str, pattern: str = "(?s:.*)", but_not: str = "") -> str:
-        """Text that matches `pattern`, and the marker that ends it: the first one there is.
+    def up_to(self, marker: str, *patterns: str, but_not: str = "") -> str:
+        """Text that matches all `patterns`, and the marker that ends it: the first one there is.
 
         Args:
             marker: what ends the text.
-            pattern: a regular expression of the whole text.
+            patterns: regular expressions of the whole text; any text if there is none.
             but_not: what is added to the lexeme to take texts out, such as ` & ~/a.*/`.
         """
         for mark in self.control_tokens:
             if marker.startswith(mark):
-                return self.add("free", f"{self.lexeme(f'/{pattern}/{but_not}')} {self.literal(marker)}")
-        return self.add("free", self.lexeme(f"/{pattern}{escaped(marker)}/{but_not}"), "[lazy]")
+                text = " & ".join(f"/{pattern}/" for pattern in patterns or [_ANY])
+                return self.add("free", f"{self.lexeme(f'{text}{but_not}')} {self.literal(marker)}")
+        text = " & ".join(f"/{pattern}{escaped(marker)}/" for pattern in patterns or [_ANY])
+        return self.add("free", self.lexeme(f"{text}{but_not}"), "[lazy]")
 
     def lexeme(self, expression: str) -> str:
         """A new lexeme; returns its name."""
@@ -164,17 +168,20 @@ def moved(schema: Any, to: str, *, strict: bool) -> Any:
 
 def text_up_to(rules: Rules, schema: Mapping[str, Any], end: str, *, strict: bool) -> str:
     """A text that is written as it is, by its schema, and the marker that ends it."""
+    wanted: list[str] = []
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and strict:
         begin = "" if pattern.startswith("^") else "(?s:.*)"
         rest = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
         inner = pattern.removeprefix("^")
         inner = inner if rest else inner.removesuffix("$")
-        return rules.up_to(end, f"{begin}(?:{_slashes(inner)}){rest}")
+        wanted.append(f"{begin}(?:{_slashes(inner)}){rest}")
+    if strict and (form := TEXT_FORMATS.get(str(schema.get("format")))):
+        wanted.append(form)
     least, most = count_of(schema.get("minLength")), count_of(schema.get("maxLength"))
-    if least or most is not None:
-        return rules.up_to(end, f"(?s:.{{{least or 0},{'' if most is None else most}}})")
-    return rules.up_to(end)
+    if (least or most is not None) and (strict or not wanted):
+        wanted.append(f"(?s:.{{{least or 0},{'' if most is None else most}}})")
+    return rules.up_to(end, *wanted)
 
 
 def count_of(value: Any) -> int | None:
@@ -236,7 +243,12 @@ def tool_grammar(
             code="unsupported_value",
         )
     rules = Rules(control_tokens, form.words)
-    called = rules.add("call", " | ".join([rules.add("call", form.call(rules, function)) for function in functions]))
+    alternatives: list[str] = []
+    owners = ["", ""]  # of every line: what is behind the two that begin the text
+    for function in functions:
+        alternatives.append(rules.add("call", form.call(rules, function)))
+        owners += [function.name] * (2 + len(rules.lines) - len(owners))
+    called = rules.add("call", " | ".join(alternatives))
     more = ""
     if choice.parallel and form.between is not None:
         more = f"({rules.literal(form.between)} {called}){{0,{MAX_CALLS - 1}}}"
@@ -262,7 +274,8 @@ def tool_grammar(
             plain = rules.lexeme(rf"/\s*[^\s{{\[`<](?s:.*)/{but_not}")
             start = f"{plain}? | {whole}"
     text = "\n".join(["%llguidance {}", f"start: {start}", *rules.lines])
-    return grammar.lark(text, param="tool_choice" if forced and not any(f.strict for f in functions) else "tools")
+    param = "tool_choice" if forced and not any(f.strict for f in functions) else "tools"
+    return grammar.lark(text, param=param, tools=tuple(owners))
 
 
 def _answer(rules: Rules, content: GrammarSpec) -> str | None:
