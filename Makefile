@@ -9,7 +9,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check -q
 
-.PHONY: demo test test-interpreted check install lint types bench-cpu soak clean
+.PHONY: demo test test-interpreted install lint types bench-cpu soak clean
 
 demo: $(VENV)/.installed  ## Serve the embedded model, replay agent sessions against it, write two pages.
 	$(BIN)/longturn demo

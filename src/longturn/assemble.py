@@ -66,7 +66,12 @@ def _cache_listener(config: EngineConfig) -> CacheListener | None:
         return None
     from longturn.frontend.kv_publisher import KvPublisher
 
-    return KvPublisher(cache.events_endpoint, cache.events_replay_endpoint, topic=cache.events_topic)
+    return KvPublisher(
+        cache.events_endpoint,
+        cache.events_replay_endpoint,
+        topic=cache.events_topic,
+        events_format=cache.events_format,
+    )
 
 
 def _vocabulary(config: EngineConfig) -> Vocabulary:

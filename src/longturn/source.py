@@ -54,7 +54,6 @@ class ModelSource:
     """Longest prompt plus output: the checkpoint's limit, or the smaller one that was asked for."""
     vocab_size: int
     """Rows of the output head."""
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer."""
     files: tuple[Path, ...] = field(repr=False)
@@ -128,7 +127,6 @@ def _from_directory(path: Path, name: str, max_context: int | None) -> ModelSour
     if (path / "generation_config.json").is_file():
         generation = read_json(path / "generation_config.json")
     eos = _token_ids(path, "eos_token_id", generation) + _token_ids(path, "eos_token_id", config)
-    bos = _token_ids(path, "bos_token_id", config)
     return ModelSource(
         kind="hf",
         path=path,
@@ -137,7 +135,6 @@ def _from_directory(path: Path, name: str, max_context: int | None) -> ModelSour
         config=config,
         max_context_tokens=_context(path, config, max_context),
         vocab_size=_positive_int(path, config, "vocab_size"),
-        bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         files=tuple(files),
     )
@@ -217,7 +214,6 @@ def _from_gguf(path: Path, name: str, max_context: int | None) -> ModelSource:
         config=config,
         max_context_tokens=_context(path, config, max_context),
         vocab_size=config["vocab_size"],
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
         files=(path,),
     )

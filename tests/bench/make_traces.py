@@ -80,3 +80,8 @@ EXAMPLE: dict[str, Any] = {
     ],
 }
 """A root of two turns with one subagent between them; hits 0 of 4, 0 of 3 and 4 of 7 blocks."""
+
+
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Leading items that two sequences share."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -20,7 +20,7 @@ from longturn.bench.synth import RequestKey, shared_blocks
 from longturn.bench.traces.tree import SessionTree
 from longturn.bench.tree_hits import replay_hit_rate
 from tests.bench.fake_server import FakeServer, running
-from tests.bench.make_traces import EXAMPLE, row, tree
+from tests.bench.make_traces import EXAMPLE, common, row, tree
 
 RULES = replace(
     rules_of("quick", 0.6), window=(0.0, 0.0), tree_idle_s=0.02, system_idle_s=0.02, drain_s=5.0, warmup_grace_s=10.0
@@ -53,10 +53,6 @@ async def run(
         return await measure(
             client, bodies, trees, rules, model="fake-1", lanes=lanes, seed=1, run="r", progress=Quiet()
         )
-
-
-def common(one: list[int], other: list[int]) -> int:
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longturn.bench.attribution import Combination, Verdict, attribute, needed
+from longturn.bench.attribution import Combination, Effect, Verdict, attribute, needed
 
 
 def on(*names: str) -> Combination:
@@ -156,3 +156,5 @@ def test_margins_use_students_t_of_the_pooled_degrees(runs: int, quantile: float
     found = attribute(["x"], {on(): figures, on("x"): figures})
     assert found.degrees_of_freedom == 2 * (runs - 1) and found.run_spread is not None
     assert found.total.margin == pytest.approx(quantile * found.run_spread * math.sqrt(2 / runs))
+    assert found.interaction == Effect(0.0, 0.0), "one switch has nothing to interact with"
+    assert attribute(["x"], {on(): [1.0], on("x"): [2.0]}).interaction == Effect(0.0, None)

@@ -22,7 +22,7 @@ from longturn.bench.synth import RequestKey
 from longturn.bench.traces.tree import SessionTree
 from longturn.bench.tree_hits import replay_hit_rate
 from tests.bench.fake_server import FakeServer, running
-from tests.bench.make_traces import EXAMPLE, row, tree
+from tests.bench.make_traces import EXAMPLE, common, row, tree
 
 APIS: tuple[Api, ...] = ("chat", "completions")
 BLOCK = 16
@@ -60,10 +60,6 @@ class Server:
             0, 0, 1, text="" if error else text, prompt_tokens=told, output_tokens=None if error else tokens,
             token_ids=tuple(written) if "return_token_ids" in prompt.fields and error is None else None, error=error,
         )  # fmt: skip
-
-
-def common(one: list[int], other: list[int]) -> int:
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 async def live_bodies(server: Server, found: SessionTree, api: Api) -> LiveBodies:

@@ -61,6 +61,7 @@ def test_states_of_known_servers(values: dict[str, list[float]], expected: tuple
     state = state_of(text, 5)
     assert (state.at_ns, state.running, state.waiting) == (5, *expected[:2])
     assert state.cache_used == (None if expected[2] is None else pytest.approx(expected[2]))
+    assert state.empty == (expected == (None, None, None))
     # The full parser finds the same values in the text.
     found = {family.name: [s.value for s in family.samples] for family in text_string_to_metric_families(text.decode())}
     for name, wanted in values.items():

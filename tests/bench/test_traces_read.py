@@ -34,7 +34,6 @@ def test_the_worked_example() -> None:
     assert (child.id, child.kind, child.label) == ("demo-1::sa:agent_001", "subagent", "Explore")
     assert (child.parent, child.spawn_after, child.join_before, child.requests[0].gap_s) == (0, 0, 1, 0.5)
     assert (root.system_tokens, child.system_tokens) == (128, 64)
-    assert root.requests[0].ttft_s == 0.4
     hit = hit_rate([found])
     assert (hit.hit_blocks, hit.blocks) == (0 + 0 + 4, 4 + 3 + 7)
     assert (hit.cached_tokens, hit.input_tokens) == (4 * 64, 300 + 200 + 460)
@@ -44,7 +43,7 @@ def test_unknown_fields_are_ignored_and_optional_ones_may_be_missing() -> None:
     rows = [{"t": 0, "type": "n", "in": 9, "out": 0, "novelty": {"x": 1}}]
     (found,) = parse({"id": "a", "block_size": 4, "requests": rows, "totals": [], "models": 3})
     (request,) = found.requests()
-    assert (request.duration_s, request.ttft_s, request.model, found.trie.depth(request.node)) == (None, None, "", 0)
+    assert (request.duration_s, request.model, found.trie.depth(request.node)) == (None, "", 0)
 
 
 def test_an_unknown_duration_counts_the_pause_from_the_start() -> None:

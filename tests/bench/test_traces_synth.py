@@ -20,7 +20,7 @@ from longturn.bench.traces.shrink import drop_long, scale_tree
 from longturn.bench.traces.tree import SessionTree, TraceRequest
 from longturn.config import ModelConfig
 from longturn.errors import ConfigError, ModelError
-from tests.bench.make_traces import row, shared, tree
+from tests.bench.make_traces import common, row, shared, tree
 from tests.bench.test_traces_split import histories
 
 IDS = range(100, 164)
@@ -28,11 +28,6 @@ IDS = range(100, 164)
 
 def request_of(found: SessionTree, key: RequestKey) -> TraceRequest:
     return found.conversations[key.conversation].requests[key.index]
-
-
-def common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Leading items that two sequences share."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 # --- token ids -------------------------------------------------------------------------------------------------------

@@ -53,6 +53,11 @@ def test_what_makes_a_run_invalid(bad: dict[str, Any], conduct: Conduct, kind: s
     assert set(kinds(verdict)) == {kind}
 
 
+def test_the_first_wrong_length_is_told() -> None:
+    verdict = judge(AGENTX, [asked(), asked(output_tokens=9), asked(output_tokens=8)], Conduct())
+    assert verdict.reasons[0].endswith("in 2 of 3 requests, first 9 for 10")
+
+
 def test_the_limits_themselves_are_allowed() -> None:
     def valid(bad: dict[str, Any], count: int, conduct: Conduct | None = None) -> bool:
         return judge(AGENTX, [asked()] * (1000 - count) + [asked(**bad)] * count, conduct or Conduct()).valid
@@ -92,3 +97,5 @@ def test_notes_leave_a_run_valid() -> None:
     assert verdict.valid
     assert kinds(verdict) == ["not_comparable", "client_lag", "few_requests", "undrained", "warmup_errors"]
     assert "1000 ms late" in verdict.reasons[1]
+    # One of 200 is beyond the 99th percentile.
+    assert judge(MVP, [late] + [asked()] * 199, Conduct()).reasons == ()

@@ -80,7 +80,7 @@ def test_description(source: ModelSource) -> None:
     """Values read off the model's card, independent of the metadata."""
     assert (source.kind, source.architecture) == ("gguf", "LlamaForCausalLM")
     assert (source.name, source.vocab_size, source.max_context_tokens) == ("SmolLM2-135M-Instruct", 49152, 8192)
-    assert (source.bos_token_id, source.eos_token_ids) == (1, (2,))
+    assert source.eos_token_ids == (2,)
     assert source.config["rope_parameters"] == {"rope_type": "default", "rope_theta": 100000.0}
 
 

@@ -31,22 +31,15 @@ def text(preset: str = "m3.1-flash", **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "index_dtype", "key_value", "index"),
-    [
-        (torch.bfloat16, None, 122_880, 15_360),
-        (FP8, None, 61_440, 7_680),
-        (NVFP4, None, 34_560, 7_680),
-        (NVFP4, NVFP4, 34_560, 4_320),
-    ],
+    ("dtype", "key_value", "index"),
+    [(torch.bfloat16, 122_880, 15_360), (FP8, 61_440, 7_680), (NVFP4, 34_560, 7_680)],
 )
-def test_cache_bytes_of_a_token(
-    dtype: torch.dtype, index_dtype: torch.dtype | None, key_value: int, index: int
-) -> None:
-    kv = minimax_m3_kv(minimax_m3_config(text()), dtype, index_dtype)
+def test_cache_bytes_of_a_token(dtype: torch.dtype, key_value: int, index: int) -> None:
+    kv = minimax_m3_kv(minimax_m3_config(text()), dtype)
     lanes = [lane for layer in kv.layers for lane in layer]
     assert sum(lane.nbytes for lane in lanes if not lane.name.startswith("index")) == 128 * key_value
     assert sum(lane.nbytes for lane in lanes if lane.name.startswith("index")) == 128 * index
-    assert kv.token_bytes == key_value + index
+    assert kv.page_bytes == 128 * (key_value + index)
 
 
 def test_layers_with_dense_attention_have_no_index_lane() -> None:
@@ -59,7 +52,7 @@ def test_layers_with_dense_attention_have_no_index_lane() -> None:
         )
     )
     kv = minimax_m3_kv(config, FP8)
-    assert kv.token_bytes == 61_440 + 57 * 128
+    assert kv.page_bytes == 128 * (61_440 + 57 * 128)
     assert [lane.name for lane in kv.layers[2]] == ["key", "value"]
     assert [lane.name for lane in kv.layers[3]] == ["key", "value", "index_key"]
 

@@ -120,7 +120,6 @@ def test_native_decoder_agrees_with_fp32(
     assert not is_quantised(source)
     assert why_not_packed(source) is None
     model = load_packed(source, cache_dir=cache_dir)
-    assert model.requantised == ("floating point",)
     ids = tokens(300, seed=4)
     exact = PagedRunner(load_model(source), rows=1, max_tokens=300).step({0: ids})[0]
     got = native_logits(model, library, ids, cuts=[1, 130])
@@ -144,7 +143,6 @@ def test_blocks_are_kept_bit_for_bit(embedded: ModelSource, packed_embedded: Pac
     assert np.array_equal(packed_embedded.weights.final_norm.view(np.uint8), checkpoint.raw("model.norm.weight"))
     assert packed_embedded.weights.head is packed_embedded.weights.embedding
     assert seen == set(checkpoint.names())
-    assert packed_embedded.requantised == ()
     assert packed_embedded.weights.cosine.shape == (2048, 32)
     assert is_quantised(embedded)
 

@@ -78,11 +78,11 @@ def test_registry_serves_what_sources_admit() -> None:
 
 
 def test_directory(tmp_path: Path) -> None:
-    path = make_directory(tmp_path / "my-llama", eos_token_id=3, bos_token_id=1)
+    path = make_directory(tmp_path / "my-llama", eos_token_id=3)
     source = resolve_source(ModelConfig(path=str(path)))
     assert (source.kind, source.name, source.path) == ("hf", "my-llama", path)
     assert (source.vocab_size, source.max_context_tokens) == (10, 64)
-    assert (source.bos_token_id, source.eos_token_ids) == (1, (3,))
+    assert source.eos_token_ids == (3,)
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 3, 8]}')
     assert resolve_source(ModelConfig(path=str(path))).eos_token_ids == (7, 3, 8)
     assert resolve_source(ModelConfig(path=str(path), served_name="other")).name == "other"

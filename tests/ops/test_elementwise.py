@@ -12,7 +12,7 @@ import torch
 from longturn.errors import ModelError
 from longturn.ops.linear import embed, linear, swiglu
 from longturn.ops.norm import rms_norm
-from longturn.ops.rope import apply_rope, rope_cos_sin, rope_on
+from longturn.ops.rope import apply_rope, rope_cos_sin, rope_of
 from longturn.ops.rope_frequencies import RopeFrequencies, rope_frequencies
 
 
@@ -39,7 +39,7 @@ def test_linear_and_swiglu_and_embed() -> None:
 def test_rotation_is_a_complex_product() -> None:
     """Dimension pairs (i, i + half) as complex numbers, times exp(i * position * frequency)."""
     frequencies = RopeFrequencies(np.array([1.0, 0.1, 0.01], np.float32), scale=1.5)
-    rope = rope_on("cpu", frequencies)
+    rope = rope_of(frequencies)
     positions = torch.tensor([0, 1, 77, 8191], dtype=torch.int32)
     x = torch.randn(4, 2, 8)  # 6 rotated dimensions, 2 that pass
     got = apply_rope(x, *rope_cos_sin(positions, rope))

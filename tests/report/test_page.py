@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longturn.report.page import ratio_text, render_page, seconds_text, write_page
+from longturn.report.page import ratio_text, render_page, seconds_text, turn_table, write_page
 from longturn.report.schema import Run, to_json
 from tests.report.samples import result, totals, turn
 
@@ -67,6 +67,26 @@ def test_the_page_nests_and_shows_the_figures_without_scripts() -> None:
         assert figure in text, figure
 
 
+def test_the_turns_beside_those_of_the_baseline() -> None:
+    table = turn_table(*result().runs)
+    rows = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall(r"<tr.*?</tr>", table)]
+    cells = [[" ".join(re.sub("<[^>]+>", " ", cell).split()) for cell in row] for row in rows]
+    assert cells == [
+        ["Turn", "Prompt tokens", "cache on", "cache off", "TTFT ratio"],
+        ["cached", "output", "TTFT", "tok/s", "TTFT", "tok/s"],
+        ["1 read_file", "1,000", "0", "40", "2.00 s", "50.0", "2.00 s", "50.0", "1.0×"],
+        ["2 read_file", "1,300", "896", "40", "0.400 s", "50.0", "2.80 s", "50.0", "7.0×"],
+        ["All turns", "2,300", "896", "80", "2.40 s", "", "4.80 s", "", "2.0×"],
+    ]
+    assert [row[-1:] for row in re.findall(r'<td class="gain">[^<]*', table)] == ["×", "×"], "the second turn and all"
+
+
+def test_a_run_alone_has_figures_of_its_own() -> None:
+    text = read(render_page(result(runs=result().runs[:1]))).text
+    assert "Time to first token 1.20 s median; P90 1.20 s" in text and "Throughput 476" in text
+    assert "TTFT ratio" not in text and "TTFT ratio" in read(render_page(result())).text
+
+
 def test_the_page_asks_the_network_for_nothing() -> None:
     page = render_page(result())
     for name, value in read(page).attributes:
@@ -112,7 +132,15 @@ def test_a_server_that_reports_no_cached_tokens_is_said_so() -> None:
 
 @pytest.mark.parametrize(
     ("ms", "text"),
-    [(None, "–"), (0.4, "0.40 ms"), (41.23, "41.2 ms"), (412.3, "0.412 s"), (4123, "4.12 s"), (41234, "41.2 s")],
+    [
+        (None, "–"),
+        (0.4, "0.40 ms"),
+        (41.23, "41.2 ms"),
+        (412.3, "0.412 s"),
+        (4123, "4.12 s"),
+        (10_000, "10.0 s"),
+        (41234, "41.2 s"),
+    ],
 )
 def test_seconds(ms: float | None, text: str) -> None:
     assert seconds_text(ms) == text

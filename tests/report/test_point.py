@@ -7,7 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from longturn.report.point import is_point, load_point, point_from_json, point_id, point_to_json, save_point
+from longturn.report.point import (
+    Speculation,
+    is_point,
+    load_point,
+    point_from_json,
+    point_id,
+    point_to_json,
+    save_point,
+)
 from longturn.report.schema import ResultError, to_json
 from longturn.report.series import differences, group
 from tests.report.points import changed, point, server, sweep, timeline
@@ -98,7 +106,9 @@ def test_price_client_and_trace_limits_part_curves_too() -> None:
         changed(one, client="other 1.0"),
         changed(one, traces=msgspec.structs.replace(one.traces, max_context=32768)),
     ]
-    for other in others:
+    plain = changed(one, speculation=Speculation())
+    for other in (*others, plain):
         assert len(group([one, other])) == 2
+    assert [series.name for series in group([one, plain])] == ["a · synthetic speculation", "a · no speculation"]
     assert group([one, others[0]])[1].name == "a · 1.6 USD per chip-hour"
     assert group([one, others[2]])[1].name == "a · weka-062126, at most 32,768 tokens"

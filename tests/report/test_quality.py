@@ -129,6 +129,7 @@ def test_not_json() -> None:
         {"flags": {"model.weights": "auto", "scheduler.max_running": "4"}},
         {"flags": {"model.weights": "packed", "cache.dtype": "fp16"}},
         {"model": Model(name="Small", quantisation="q4_1", kv_cache="fp16")},
+        {"model": Model(name="Small", quantisation="q4_1", revision="abc")},  # the quality's own is not known
     ],
 )
 def test_points_of_the_same_configuration(changes: dict[str, Any]) -> None:
@@ -169,6 +170,17 @@ def test_a_setting_that_is_not_the_default_must_be_stated() -> None:
     with pytest.raises(ResultError, match=r"model\.weights is 'packed', the quality is of 'fp32'"):
         with_quality(fitting(), exact)
     assert with_quality(fitting(flags={"model.weights": "fp32"}), exact).quality is not None
+
+
+def test_another_revision_is_another_configuration() -> None:
+    known = quality(candidate=msgspec.structs.replace(side("packed", "fp16"), model=revised("abc")))
+    assert with_quality(fitting(model=revised("abc")), known).quality is not None
+    with pytest.raises(ResultError, match="revision is 'def', the quality is of 'abc'"):
+        with_quality(fitting(model=revised("def")), known)
+
+
+def revised(revision: str) -> Model:
+    return Model(name="Small", quantisation="q4_1", kv_cache="fp16", revision=revision)
 
 
 def test_partial_results_are_not_attached() -> None:

@@ -57,6 +57,13 @@ def test_files_are_written_whole(tmp_path: Path) -> None:
         save_result(result(), blocked / "result.json")
 
 
+def test_a_file_that_cannot_take_its_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "result.json" / "taken").mkdir(parents=True)
+    with pytest.raises(ResultError, match="cannot write"):
+        save_result(result(), tmp_path / "result.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
 def test_a_folder_is_tried_before_anything_is_measured(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     check_writable(folder)

@@ -18,7 +18,7 @@ from longturn.bench.frontier import frontier_of
 from longturn.report.point import Band, Bound, Platform, Validity, point_to_json
 from longturn.report.schema import ResultError
 from longturn.report.series import group
-from longturn.report.sweep import badges, render_sweep, write_sweep
+from longturn.report.sweep import badges, baseline_index, render_sweep, time_text, write_sweep
 from tests.report.points import changed, point, server, sweep, timeline
 from tests.report.test_page import read
 
@@ -36,6 +36,7 @@ def test_the_page_nests_and_shows_the_figures_without_scripts() -> None:
         "--concurrency 16 --seed 42",
         "eagle3 3 (synthetic, 2.83 tokens a step)",
         "2.9 USD per chip-hour, 3-year rental",
+        "1730 W per chip",
         "97.3 %",
     ):
         assert figure in text, figure
@@ -61,6 +62,7 @@ def test_data_in_the_page_are_the_points() -> None:
     assert held["points"] == [json.loads(point_to_json(p)) for p in sweep()]
     assert [one["name"] for one in held["series"]] == ["session cache", "plain LRU"]
     assert held["baseline"] == 1
+    assert baseline_index(group(sweep()), sweep(), None) == 0
 
 
 def test_text_from_outside_stays_text() -> None:
@@ -83,6 +85,11 @@ def test_unlike_conditions_are_said_first() -> None:
     assert "Not everything here was measured alike" not in render_sweep(sweep(), "Sweep")
     page = read(render_sweep([*sweep(), point("other", 1, 10.0, 5.0, source="simulated", chip="Rubin")], "Sweep")).text
     assert "Not everything here was measured alike. Source: measured, simulated; chip: H200, Rubin." in page
+
+
+def test_times_are_in_the_unit_that_fits() -> None:
+    times = (time_text(ms) for ms in (None, 90_000.0, 600_000.0, 7_200_000.0))
+    assert list(times) == ["–", "90.0 s", "10.0 min", "2.0 h"]
 
 
 def test_nothing_to_show_and_unknown_baseline() -> None:
@@ -182,6 +189,7 @@ def test_chart_tables_and_controls(tmp_path: Path, width: int) -> None:
           $('#' + id).value = option.value; $('#' + id).dispatchEvent(new Event('change'));
           if (!all('g.point').length) seen.empty = option.value;
         }
+        $('#theme').click(); seen.theme = [document.documentElement.dataset.theme, $('#theme').textContent];
         seen.fitsStill = fits();
         report(seen);
         """,
@@ -219,6 +227,7 @@ def test_chart_tables_and_controls(tmp_path: Path, width: int) -> None:
     assert (seen["p50"], seen["header"]) == ("0.811 s", "P50")  # 30000 / 37
     assert (seen["hidden"], seen["rows"]) == (6, 6)
     assert seen["log"] == 2
+    assert seen["theme"] == ["dark", "Light theme"]
 
 
 @pytest.mark.slow

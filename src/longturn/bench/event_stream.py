@@ -157,7 +157,6 @@ class EventStream:
             intended_ns=intended_ns,
             sent_ns=sent_ns,
             end_ns=now_ns if self._end_ns is None else self._end_ns,
-            first_byte_ns=self.first_byte_ns,
             chunks=Chunks(self._times, self._counts),
             text="".join(self._text),
             prompt_tokens=usage.prompt_tokens,

@@ -35,7 +35,6 @@ class JobMetrics:
     started: int
     completed: int
     """Completed inside the window."""
-    window_s: float
     per_hour: float | None
     per_hour_per_chip: float | None
     time_s: Distribution | None
@@ -79,7 +78,7 @@ def job_metrics(jobs: Sequence[Job], *, chips: int, window_ns: tuple[int, int] |
     if chips < 1:
         raise ValueError(f"chips must be at least 1, not {chips}")
     if not jobs and window_ns is None:
-        return JobMetrics(0, 0, 0.0, None, None, None)
+        return JobMetrics(0, 0, None, None, None)
     low, high = window_ns or (min(job.start_ns for job in jobs), max(job.end_ns for job in jobs))
     if high < low:
         raise ValueError(f"the window ends {low - high} ns before it starts")
@@ -89,7 +88,6 @@ def job_metrics(jobs: Sequence[Job], *, chips: int, window_ns: tuple[int, int] |
     return JobMetrics(
         started=len(jobs),
         completed=len(done),
-        window_s=window_s,
         per_hour=per_hour,
         per_hour_per_chip=None if per_hour is None else per_hour / chips,
         time_s=distribution(job.time_s for job in done),

@@ -201,7 +201,6 @@ class NullConnection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._missing = 0
         """Bytes of a body that are still to come."""
-        self._head = b""
         self.answer: _Answer | None = None
         self.transport: asyncio.Transport
 

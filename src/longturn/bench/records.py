@@ -61,8 +61,6 @@ class Answer:
     sent_ns: int
     end_ns: int
     """End of the whole stream, not of the last visible text: a parser may swallow output."""
-    first_byte_ns: int | None = None
-    """Response headers arrived."""
     chunks: Sequence[Chunk] = ()
     text: str = ""
     prompt_tokens: int | None = None

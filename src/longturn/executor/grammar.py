@@ -99,7 +99,7 @@ class GrammarRow:
 
 
 class Grammars:
-    """Compiled grammars of one executor. `prepare` and `ready` may be called from any thread, `row` from one."""
+    """Compiled grammars of one executor. `ready` may be called from any thread, `row` from one."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int, *, kept: int = KEPT_GRAMMARS) -> None:
         """
@@ -116,10 +116,6 @@ class Grammars:
         self._loaded: tuple[Vocabulary, LLTokenizer] | None = None
         # One thread: a second would only take the processor from the steps that are running.
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="longturn-grammar", initializer=lower_priority)
-
-    def prepare(self, text: str) -> None:
-        """Start to compile a grammar, unless that has been done."""
-        self._build(text)
 
     def ready(self, text: str) -> bool:
         """Whether `row` would return at once; starts to compile the grammar if nobody has."""

@@ -49,11 +49,6 @@ def plain(params: SamplingParams) -> bool:
     return not (truncates or bans or params.logprobs is not None or needs_penalties(params) or bool(params.logit_bias))
 
 
-def plain_greedy(params: SamplingParams) -> bool:
-    """Only the index of the largest raw logit is ever needed, which `greedy_step` finds too."""
-    return params.temperature == 0.0 and plain(params)
-
-
 def row_words(params: SamplingParams, prompt_tokens: int, penalty_slot: int = -1) -> RowWords:
     """Words of a row. `penalty_slot` is -1 unless `needs_penalties`.
 

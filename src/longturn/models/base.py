@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longturn.config import PAGE_TOKENS
 from longturn.ops.attention import PagedRows
 
 
@@ -37,11 +36,6 @@ class KVSpec:
     def page_bytes(self) -> int:
         """Bytes of one page of all layers and lanes."""
         return sum(lane.nbytes for lanes in self.layers for lane in lanes)
-
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of the cache for one token."""
-        return self.page_bytes / PAGE_TOKENS
 
     def allocate(self, pages: int, device: torch.device | str = "cpu") -> Tensor:
         """Zeroed storage for `pages` pages. Zeroed, for padding must not read NaN from pages never written."""

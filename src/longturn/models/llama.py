@@ -18,7 +18,7 @@ from longturn.models.llama_config import LlamaConfig
 from longturn.ops.attention import AttentionPlan, paged_attention, plan_attention, write_kv
 from longturn.ops.linear import embed, linear, swiglu
 from longturn.ops.norm import rms_norm
-from longturn.ops.rope import Rope, apply_rope, rope_cos_sin, rope_on
+from longturn.ops.rope import Rope, apply_rope, rope_cos_sin, rope_of
 
 # --- layer -----------------------------------------------------------------------------------------------------------
 
@@ -125,9 +125,7 @@ def llama_kv(c: LlamaConfig, dtype: torch.dtype) -> KVSpec:
 # --- weight mapping --------------------------------------------------------------------------------------------------
 
 
-def load_llama(
-    c: LlamaConfig, checkpoint: Checkpoint, *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
-) -> Llama:
+def load_llama(c: LlamaConfig, checkpoint: Checkpoint, *, dtype: torch.dtype, kv_dtype: torch.dtype) -> Llama:
     """Read the weights, converted to `dtype`.
 
     Raises:
@@ -136,7 +134,7 @@ def load_llama(
     reader = CheckedReader(checkpoint)
 
     def load(name: str, *shape: int) -> Tensor:
-        return reader.load(name, *shape).to(device, dtype)
+        return reader.load(name, *shape).to(dtype)
 
     def stack(prefix: str, parts: Mapping[str, int], width: int) -> Tensor:
         return torch.cat([load(f"{prefix}.{part}.weight", rows, width) for part, rows in parts.items()])
@@ -172,4 +170,4 @@ def load_llama(
     head = embedding if c.tied else load("lm_head.weight", c.vocab_size, c.hidden)
     norm = load("model.norm.weight", c.hidden)
     reader.finish()
-    return Llama(c, embedding, tuple(layers), norm, head, rope_on(device, c.rope), llama_kv(c, kv_dtype))
+    return Llama(c, embedding, tuple(layers), norm, head, rope_of(c.rope), llama_kv(c, kv_dtype))

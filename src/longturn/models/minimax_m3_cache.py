@@ -31,20 +31,19 @@ class LayerLanes:
     """Of sparse layers."""
 
 
-def minimax_m3_kv(c: MiniMaxM3Config, dtype: torch.dtype, index_dtype: torch.dtype | None = None) -> KVSpec:
+def minimax_m3_kv(c: MiniMaxM3Config, dtype: torch.dtype) -> KVSpec:
     """Lanes of every layer.
 
     Args:
         c: the model.
         dtype: of keys and values: a float type, or `ops.kv_lane.NVFP4`, which has lanes `key`, `key_scale`, `value`,
-            `value_scale` in place of `key`, `value`.
-        index_dtype: of the index key; as keys and values if None, but fp8 where those are NVFP4, since the index
-            decides what is read at all.
+            `value_scale` in place of `key`, `value`. The index key has the same type, but fp8 where they are NVFP4,
+            since the index decides what is read at all.
 
     Raises:
         ModelError: a type is no type of the cache, or heads do not divide into its groups.
     """
-    index_dtype = index_dtype or (FP8 if dtype == NVFP4 else dtype)
+    index_dtype = FP8 if dtype == NVFP4 else dtype
     heads = (c.kv_heads, PAGE_TOKENS)
     dense = _lanes("key", heads, c.head_dim, dtype) + _lanes("value", heads, c.head_dim, dtype)
     index = _lanes("index_key", (1, PAGE_TOKENS), c.index_dim, index_dtype) if any(c.sparse_layers) else ()

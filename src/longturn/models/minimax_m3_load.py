@@ -58,9 +58,7 @@ def load_minimax_m3(
     """
     kv = minimax_m3_kv(c, kv_dtype)  # a cache that cannot be is known before gigabytes are read
     weights = _Weights(c, checkpoint, dtype, device, pack_above_bytes)
-    layers = []
-    for index in range(c.layers):
-        layers.append(weights.layer(index))
+    layers = tuple(weights.layer(index) for index in range(c.layers))
     embedding = weights.stack(c.hidden, ("model.embed_tokens", c.vocab_size))
     if c.tied:
         weights.ignore("lm_head.weight")
@@ -68,7 +66,7 @@ def load_minimax_m3(
     norm = weights.exact("model.norm", c.hidden)
     weights.reader.finish()
     checkpoint.release()
-    return MiniMaxM3(c, embedding, tuple(layers), norm, head, kv)
+    return MiniMaxM3(c, embedding, layers, norm, head, kv)
 
 
 class _Weights:

@@ -28,7 +28,7 @@ from longturn.source import ModelSource
 
 Float32 = npt.NDArray[np.float32]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _ALIGN_BYTES = 64
 _ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _KINDS: Mapping[str, Kind] = {"Q4_1": "q4_1", "Q8_0": "q8_0"}
@@ -53,8 +53,6 @@ class PackedModel:
     config: LlamaConfig
     weights: DecoderWeights
     """Views of a read-only memory map."""
-    requantised: tuple[str, ...]
-    """Types of the checkpoint that were rounded to 8-bit blocks; empty if every weight is exactly the published one."""
 
     def decoder_config(self, *, threads: int, cache_dtype: Literal["fp16", "fp32"] = "fp16") -> DecoderConfig:
         c = self.config
@@ -154,7 +152,6 @@ class _Writer:
 def _pack(source: ModelSource, c: LlamaConfig, directory: Path) -> None:
     checkpoint = open_checkpoint(source)
     reader = CheckedReader(checkpoint)
-    requantised: set[str] = set()
     with (directory / _WEIGHTS).open("wb") as file:
         writer = _Writer(file)
         for name, shape in _tensors(c).items():
@@ -162,14 +159,11 @@ def _pack(source: ModelSource, c: LlamaConfig, directory: Path) -> None:
             if len(shape) == 1:
                 writer.vector(name, _floats(checkpoint, name))
             else:
-                matrix, rounded = _packed(checkpoint, name)
-                writer.matrix(name, matrix)
-                requantised |= rounded
+                writer.matrix(name, _packed(checkpoint, name))
     if c.tied:
         reader.ignore(_HEAD)
     reader.finish()
-    index = {"tensors": writer.index, "requantised": sorted(requantised)}
-    (directory / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+    (directory / _INDEX).write_text(json.dumps({"tensors": writer.index}), encoding="utf-8")
 
 
 def _tensors(c: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -199,16 +193,12 @@ def _tensors(c: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _packed(checkpoint: Checkpoint, name: str) -> tuple[PackedMatrix, set[str]]:
-    """A matrix in the packed layout, and the stored type if it had to be rounded."""
-    if isinstance(checkpoint, GGUFCheckpoint):
-        stored = checkpoint.type(name)
-        if stored in _KINDS:
-            return pack_blocks(_KINDS[stored], checkpoint.raw(name)), set()
-    else:
-        stored = "floating point"
+def _packed(checkpoint: Checkpoint, name: str) -> PackedMatrix:
+    """A matrix in the packed layout: blocks as they are stored, anything else rounded to 8-bit blocks."""
+    if isinstance(checkpoint, GGUFCheckpoint) and (kind := _KINDS.get(checkpoint.type(name))) is not None:
+        return pack_blocks(kind, checkpoint.raw(name))
     try:
-        return pack_float(_floats(checkpoint, name)), {stored}
+        return pack_float(_floats(checkpoint, name))
     except ModelError as error:
         raise ModelError(f"{checkpoint.path}: tensor {name}: {error}") from error
 
@@ -269,4 +259,4 @@ def _map(entry: Path, c: LlamaConfig, positions: int) -> PackedModel:
         cosine=cosine,
         sine=sine,
     )
-    return PackedModel(c, weights, tuple(index["requantised"]))
+    return PackedModel(c, weights)

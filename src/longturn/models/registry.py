@@ -27,24 +27,22 @@ CACHE_TYPES: Mapping[str, torch.dtype | None] = {
 }
 """Types of the cache by their name in the configuration; None is that of the weights."""
 
-Loader = Callable[[ModelSource, Checkpoint, torch.dtype, torch.dtype, torch.device], CausalModel]
+Loader = Callable[[ModelSource, Checkpoint, torch.dtype, torch.dtype], CausalModel]
 
 
-def _load_llama(
-    source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
-) -> CausalModel:
+def _load_llama(source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype) -> CausalModel:
     if kv_dtype in (FP8, NVFP4):
         raise ModelError(f"architecture {source.architecture} has no fp8 or nvfp4 cache (fp32, fp16 and bf16 are)")
     config = llama_config(source.architecture, source.config)
-    return load_llama(config, checkpoint, dtype=dtype, kv_dtype=kv_dtype, device=device)
+    return load_llama(config, checkpoint, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def _load_minimax_m3(
-    source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+    source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> CausalModel:
     assert isinstance(checkpoint, PublishedCheckpoint), "open_checkpoint decides"
     config = minimax_m3_config(source.config)
-    return load_minimax_m3(config, checkpoint, dtype=dtype, kv_dtype=kv_dtype, device=device)
+    return load_minimax_m3(config, checkpoint, dtype=dtype, kv_dtype=kv_dtype, device=torch.device("cpu"))
 
 
 FAMILIES: Mapping[str, Loader] = {
@@ -57,20 +55,15 @@ FAMILIES: Mapping[str, Loader] = {
 
 
 def load_model(
-    source: ModelSource,
-    *,
-    dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
+    source: ModelSource, *, dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype | None = None
 ) -> CausalModel:
-    """Load a model to run in torch.
+    """Load a model to run in torch, on the CPU.
 
     Args:
         source: from `resolve_source`.
         dtype: of weights and activations; quantised weights are dequantised to it.
         kv_dtype: of cached keys and values; `dtype` if None. The MiniMax-M3 family also takes fp8 and NVFP4, see
             `ops.kv_lane`.
-        device: where weights go.
 
     Raises:
         ModelError: the architecture has no family, or the checkpoint is damaged or does not fit its configuration.
@@ -80,7 +73,7 @@ def load_model(
         raise ModelError(f"{source.path}: architecture {source.architecture} is not supported (supported: {known})")
     checkpoint = open_checkpoint(source)
     try:
-        return FAMILIES[source.architecture](source, checkpoint, dtype, kv_dtype or dtype, torch.device(device))
+        return FAMILIES[source.architecture](source, checkpoint, dtype, kv_dtype or dtype)
     except ModelError as error:
         if str(source.path) in str(error):
             raise

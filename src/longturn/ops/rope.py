@@ -14,7 +14,7 @@ from longturn.ops.rope_frequencies import RopeFrequencies, rope_frequencies
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary frequencies on a device."""
+    """Rotary frequencies as a tensor."""
 
     inv_freq: Tensor
     """Radians per position, fp32 [rotary_dim / 2]."""
@@ -26,14 +26,14 @@ class Rope:
         return 2 * self.inv_freq.shape[0]
 
 
-def rope_on(device: torch.device | str, frequencies: RopeFrequencies) -> Rope:
-    """Frequencies of a configuration as a tensor on `device`."""
-    return Rope(torch.from_numpy(frequencies.inv_freq).to(device), frequencies.scale)
+def rope_of(frequencies: RopeFrequencies) -> Rope:
+    """Frequencies of a configuration as a tensor on the CPU."""
+    return Rope(torch.from_numpy(frequencies.inv_freq), frequencies.scale)
 
 
 def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
     """`rope_frequencies` of a Hugging Face configuration as a tensor on the CPU. Raises ModelError as that does."""
-    return rope_on("cpu", rope_frequencies(config, head_dim))
+    return rope_of(rope_frequencies(config, head_dim))
 
 
 def rope_cos_sin(positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from html import escape
-from importlib import resources
 from pathlib import Path
 
+from longturn.report.assets import assets
 from longturn.report.explanation import EffectFigures, Explanation, FigureExplanation, SwitchFigures
 from longturn.report.page import DASH, rate_text, seconds_text
 from longturn.report.schema import write_whole
@@ -24,10 +24,7 @@ _COLUMNS = (
 
 def render_explanation(explanation: Explanation) -> str:
     """The page as HTML."""
-    style = "".join(
-        resources.files("longturn.report").joinpath(name).read_text(encoding="utf-8")
-        for name in ("page.css", "explanation.css")
-    )
+    style = assets("page.css", "explanation.css")
     title = "Where the ratio comes from"
     body = "".join(_section(figure) for figure in explanation.figures)
     return (

@@ -188,14 +188,6 @@
     });
   }
 
-  const theme = document.getElementById("theme");
-  const root = document.documentElement;
-  const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
-  const label = () => { theme.textContent = dark() ? "Light theme" : "Dark theme"; };
-  theme.hidden = false;
-  theme.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; label(); });
-  label();
-
   for (const id of ["ttft-panel", "tokens-panel"]) document.getElementById(id).hidden = !main.turns.length;
   legend("ttft-legend", [["var(--main)", main.name], ...(base ? [["var(--base)", base.name]] : [])]);
   legend("tokens-legend", [["var(--cached)", "From the prefix cache"], ["var(--new)", "Computed in this turn"]]);

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 from html import escape
-from importlib import resources
 from pathlib import Path
 
-import msgspec
-
+from longturn.report.assets import assets, filled, script_data
 from longturn.report.schema import Environment, Result, Run, Totals, TurnResult, write_whole
 
 DASH = "–"
@@ -32,14 +30,11 @@ def render_page(result: Result) -> str:
         "TABLE": turn_table(main, baseline),
         "TOTALS": totals_table(result.runs),
         "ENVIRONMENT": _environment(result),
-        "STYLE": _asset("page.css"),
-        "SCRIPT": _asset("page.js"),
-        # "<" would let a label end the script element; as \u003c it is the same JSON.
-        "DATA": msgspec.json.encode(result).decode().replace("<", "\\u003c"),
+        "STYLE": assets("page.css"),
+        "SCRIPT": assets("page.js", "theme.js"),
+        "DATA": script_data(result),
     }
-    # The template is cut at its marks, not searched again and again: text put in must never be taken for a mark.
-    pieces = _asset("page.html").split("@@")
-    return "".join(piece if index % 2 == 0 else parts[piece] for index, piece in enumerate(pieces))
+    return filled("page.html", parts)
 
 
 def write_page(result: Result, path: Path) -> None:
@@ -49,10 +44,6 @@ def write_page(result: Result, path: Path) -> None:
         ResultError: the folder cannot be written.
     """
     write_whole(path, render_page(result).encode())
-
-
-def _asset(name: str) -> str:
-    return resources.files("longturn.report").joinpath(name).read_text(encoding="utf-8")
 
 
 # --- figures as text -------------------------------------------------------------------------------------------------

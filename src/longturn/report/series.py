@@ -42,7 +42,7 @@ def conditions(point: Point) -> dict[str, str]:
         "traces": f"{traces.name}{scale}{longest}",
         "preset": traces.preset or "no preset",
         "load client": point.client or "unknown client",
-        "speculation": speculation.mode if speculation.mode == "off" else f"{speculation.mode} speculation",
+        "speculation": ("no" if speculation.mode == "off" else speculation.mode) + " speculation",
         "price": "no price" if price is None else f"{price:g} {platform.currency} per chip-hour",
         "power": "no power" if power is None else f"{power:g} W per chip",
     }

@@ -412,14 +412,6 @@
   $("zoom-reset").addEventListener("click", () => { state.view = null; drawChart(); });
   for (const line of document.querySelectorAll("#points tr[data-point]")) line.addEventListener("click", () => choose(Number(line.dataset.point)));
 
-  const theme = $("theme");
-  const root = document.documentElement;
-  const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
-  const label = () => { theme.textContent = dark() ? "Light theme" : "Dark theme"; };
-  theme.hidden = false;
-  theme.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; label(); });
-  label();
-
   for (const id of ["controls", "frontier", "matched"]) $(id).hidden = false;
   $("pair").hidden = points.length < 2;
   // A first pair: the best point of the baseline and of the next configuration, so that the table shows what it does.

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
 
-import msgspec
-
+from longturn.report.assets import assets, filled, script_data
 from longturn.report.explanation import Explanation
 from longturn.report.explanation_page import explanation_section
 from longturn.report.page import DASH, count_text, percent_text, rate_text, seconds_text
@@ -20,7 +18,10 @@ from longturn.report.point import Measured, Point, Quality, Spread
 from longturn.report.schema import ResultError, write_whole
 from longturn.report.series import Series, differences, group
 
-SCRIPTS = ("curves.js", "drawing.js", "figures.js", "tables.js", "tails.js", "timeline.js", "exports.js", "sweep.js")
+SCRIPTS = (
+    *("curves.js", "drawing.js", "figures.js", "tables.js", "tails.js", "timeline.js", "exports.js"),
+    *("theme.js", "sweep.js"),
+)
 
 STYLES = ("page.css", "sweep.css", "explanation.css")
 
@@ -61,14 +62,13 @@ def render_sweep(
         "POINTS": points_table(points, series),
         "CONDITIONS": _conditions(points, series),
         "EXPLANATIONS": "".join(map(explanation_section, explanations)),
-        "STYLE": "".join(map(_asset, STYLES if explanations else STYLES[:2])),
-        "SCRIPT": "".join(map(_asset, SCRIPTS if stamp is None else (*SCRIPTS, "live.js"))),
+        "STYLE": assets(*(STYLES if explanations else STYLES[:2])),
+        "SCRIPT": assets(*(SCRIPTS if stamp is None else (*SCRIPTS, "live.js"))),
         "CONNECT": "" if stamp is None else "; connect-src 'self'",
         "STAMP": "" if stamp is None else f' data-stamp="{escape(stamp)}"',
-        "DATA": msgspec.json.encode(data).decode().replace("<", "\\u003c"),
+        "DATA": script_data(data),
     }
-    pieces = _asset("sweep.html").split("@@")
-    return "".join(piece if index % 2 == 0 else parts[piece] for index, piece in enumerate(pieces))
+    return filled("sweep.html", parts)
 
 
 def write_sweep(
@@ -85,10 +85,6 @@ def write_sweep(
         ResultError: as `render_sweep`, or the folder cannot be written.
     """
     write_whole(path, render_sweep(points, title, baseline, explanations=explanations).encode())
-
-
-def _asset(name: str) -> str:
-    return resources.files("longturn.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def baseline_index(series: Sequence[Series], points: Sequence[Point], name: str | None) -> int:

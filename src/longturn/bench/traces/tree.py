@@ -31,7 +31,6 @@ class TraceRequest:
     node: int
     """Last hashed block in the tree's `trie`; tokens after it are not hashed and never shared."""
     model: str = ""
-    ttft_s: float | None = None
     gap_s: float = 0.0
     """Recorded pause before it: from the end of the conversation's previous answer, of the answer that it was spawned
     after, or from the session's start. Where that end is unknown the pause is counted from the request's start."""

@@ -33,7 +33,6 @@ class _Inner(msgspec.Struct):
     output_tokens: int | None = msgspec.field(name="out", default=None)
     hash_ids: list[int] | None = None
     api_time: float | None = None
-    ttft: float | None = None
 
 
 class _Entry(_Inner):
@@ -181,7 +180,6 @@ class _Reader:
             output_tokens=entry.output_tokens,
             node=self._trie.add(ids, at),
             model=entry.model or "",
-            ttft_s=None if entry.ttft is None else seconds(entry.ttft, f"{at}.ttft"),
         )
 
     def subagent(self, entry: _Entry, place: str, parents: Sequence[TraceRequest]) -> list[TraceRequest]:

@@ -65,9 +65,6 @@ class CheckedReader:
         self.checkpoint = checkpoint
         self._unread = set(checkpoint.names())
 
-    def has(self, name: str) -> bool:
-        return name in self.checkpoint.names()
-
     def load(self, name: str, *shape: int) -> Tensor:
         """Tensor `name`, which must have this shape.
 
