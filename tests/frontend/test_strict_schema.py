@@ -31,12 +31,14 @@ LEFT_OUT: list[tuple[Any, str]] = [
     ({**STRING, "if": {"minLength": 2}, "then": {"pattern": "a"}}, "if"),
     ({**STRING, "maxLength": 2, "enum": ["long", "b"]}, "maxLength"),
     ({**STRING, "allOf": [{"maxLength": 3}, {"pattern": "a"}]}, "maxLength"),
-    ({"anyOf": [{**STRING, "maxLength": 3}, {"type": "null"}]}, "maxLength"),
+    ({"anyOf": [{**STRING, "maxLength": 3}, {"type": "null"}, {"type": "integer"}]}, "maxLength"),
+    ({"anyOf": [{**STRING, "maxLength": 3}, {"type": "null"}], "pattern": "a"}, "pattern"),
+    ({"anyOf": [{**STRING, "format": "iri"}, {"type": "null"}]}, "format"),
     ({"anyOf": [STRING, {"type": "integer", "minimum": 5}]}, "minimum"),
     ({"anyOf": [STRING, {"type": "array", "items": {"type": "integer"}}]}, "items"),
     ({"anyOf": [STRING, {"enum": [5]}]}, "enum"),
     ({"anyOf": [STRING, {"$ref": "#/$defs/short"}]}, "maxLength"),
-    ({"type": ["string", "null"], "pattern": "a"}, "pattern"),
+    ({"type": ["string", "null", "integer"], "pattern": "a"}, "pattern"),
     ({"$ref": "#/$defs/odd"}, "format"),
     ({"$ref": "#/$defs/none"}, "$ref"),
 ]
@@ -117,6 +119,26 @@ def test_texts_that_may_be_null_are_strict_enough(form: str, schema: Any) -> Non
     spec = grammar(form, [tool("f", of(schema), strict=True)])
     for text in ("null", "a text"):
         assert accepts(spec, answer(form, call(form, "f", {"x": text})))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{**STRING, "maxLength": 3, "pattern": "^b"}, {"type": "null", "title": "none"}], "default": None},
+        {"oneOf": [{"type": "null"}, {**STRING, "maxLength": 3, "pattern": "^b"}]},
+        {"type": ["string", "null"], "maxLength": 3, "pattern": "^b"},
+        {**STRING, "nullable": True, "maxLength": 3, "pattern": "^b"},
+    ],
+)
+def test_what_is_said_of_a_text_beside_null_is_kept(form: str, schema: Any) -> None:
+    tools = [tool("f", of(schema), strict=True)]
+    spec = grammar(form, tools)
+    for text, kept in (("null", True), ("bcd", True), ("bcde", False), ("abc", False), ("nullb", False), ("", False)):
+        assert accepts(spec, answer(form, call(form, "f", {"x": text}))) == kept, text
+    for text, value in (("null", None), ("bcd", "bcd")):
+        (one,) = parse_tools(TOOL_FORMATS[form].make(tools), answer(form, call(form, "f", {"x": text}))).calls
+        assert json.loads(one.arguments) == {"x": value}
 
 
 SAMPLES = """2024-02-29 2023-02-29 1900-02-29 2000-02-29 2026-04-30 2026-04-31 2024-13-01 2024-1-01

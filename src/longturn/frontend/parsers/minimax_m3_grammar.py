@@ -20,6 +20,7 @@ from longturn.frontend.parsers.strict_schema import (
     check_array,
     check_listed,
     check_object,
+    text_or_null,
     text_schema,
 )
 from longturn.frontend.parsers.tool_grammar import CallGrammar, Function, Rules, count_of, text_up_to
@@ -66,6 +67,8 @@ class _Elements:
         if isinstance(reference := schema.get("$ref"), str):
             check_alone(self.function, schema, "$ref")
             return self._referred(reference)
+        if self.function.strict and text_or_null(schema) is not None:
+            return self._text(schema)
         choices = schema.get("anyOf") or schema.get("oneOf")
         kinds = schema.get("type")
         if choices:

@@ -36,6 +36,8 @@ def text_schema(function: Function, schema: Schema) -> Schema:
     Raises:
         RequestError: the function is strict and more is said of the text than rules for it keep.
     """
+    if function.strict:
+        schema = text_or_null(schema) or schema
     for _ in range(MAX_ALTERNATIVES):
         inner: Any = None
         if isinstance(reference := schema.get("$ref"), str):
@@ -55,6 +57,25 @@ def text_schema(function: Function, schema: Schema) -> Schema:
         if schema.get("format") not in (None, *TEXT_FORMATS):
             raise _not_kept(function, "format")
     return schema
+
+
+def text_or_null(schema: Schema) -> Schema | None:
+    """The schema of a `nullable` text, if a schema is that of a text or null and says no more; None of any other."""
+    if isinstance(kinds := schema.get("type"), list):
+        text: Any = {**schema, "type": "string"} if sorted(map(str, kinds)) == ["null", "string"] else None
+    else:
+        said = "anyOf" if "anyOf" in schema else "oneOf"
+        parts = schema.get(said)
+        if not isinstance(parts, list) or len(parts) != 2 or (_ALL | {"type"}) & (schema.keys() - {said}):
+            return None
+        text = next((part for part, other in (parts, parts[::-1]) if _is_null(other)), None)
+    if not isinstance(text, Mapping) or text.get("type") != "string" or listed(text):
+        return None
+    return None if text.keys() & (_COMBINED | {"$ref"}) else {**text, "nullable": True}
+
+
+def _is_null(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "null" and not schema.keys() & _ALL
 
 
 def check_any_text(function: Function, schema: Schema) -> None:

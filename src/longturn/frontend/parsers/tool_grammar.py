@@ -181,6 +181,8 @@ def text_up_to(rules: Rules, schema: Mapping[str, Any], end: str, *, strict: boo
     least, most = count_of(schema.get("minLength")), count_of(schema.get("maxLength"))
     if (least or most is not None) and (strict or not wanted):
         wanted.append(f"(?s:.{{{least or 0},{'' if most is None else most}}})")
+    if strict and schema.get("nullable") is True:
+        wanted = [f"(?:{pattern}|null)" for pattern in wanted]
     return rules.up_to(end, *wanted)
 
 
