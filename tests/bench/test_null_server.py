@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -96,3 +97,26 @@ def test_it_runs_from_the_command_line_until_it_is_ended() -> None:
         assert asyncio.run(ask()) == " word word"
         process.terminate()
         assert process.wait(10) == 0
+
+
+INTERRUPTS = """
+import multiprocessing, pathlib, signal
+from longturn.bench.null_protocol import NullOptions
+from longturn.bench.null_server import null_server
+
+if __name__ == "__main__":
+    with null_server(NullOptions()):
+        (child,) = multiprocessing.active_children()
+        status = pathlib.Path(f"/proc/{child.pid}/status").read_text().splitlines()
+        blocked = int(next(line for line in status if line.startswith("SigBlk")).split()[1], 16)
+        print(blocked >> (signal.SIGINT - 1) & 1, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_ctrl_c_never_reaches_the_server_of_another_process(tmp_path: Path) -> None:
+    """Not while it imports either, long before it can ignore it; the process that starts it hears it again."""
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTS)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.stderr) == ("1 False\n", "")
